@@ -1,4 +1,4 @@
-"""What check, plans and the memory table count beside adapters: no gradients, states and products of frozen weights."""
+"""With adapters, check, plans and the memory table count no gradients, states and products of frozen weights."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LORA = Lora(rank=2, targets=("attention.*", "mlp.*"))
 
 
 def num_adapters(run, rank):
-    """rank * (in + out) of each adapter in one layer."""
+    """rank * (in + out), summed over the adapters of one layer."""
     hidden, inner = run.model.hidden, 4 * run.model.hidden
     return rank * (4 * 2 * hidden + 3 * (hidden + inner))
 
@@ -63,7 +63,7 @@ def test_a_step_has_no_products_for_frozen_weights():
 
 @pytest.mark.parametrize("scheme", ["stationary", "megatron"])
 def test_sharding_the_sequence_has_as_few_products_for_weights(scheme):
-    """Products over panels of a sequence are batched ones."""
+    """Products over panels of a sequence are batched."""
     shares = []
     for is_sharded in (False, True):
         run = replace(RUN, lora=LORA, model=replace(RUN.model, hidden=512, sequence=256), mesh=Mesh(col=2),

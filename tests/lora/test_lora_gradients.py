@@ -42,7 +42,7 @@ SOME = replace(DORA, targets=("query", "value", "fc2"))
 
 
 def adapted(model, lora=LORA):
-    """`model` with adapters that all do something from the start."""
+    """`model` with adapters that all have an effect from the start."""
     model = with_adapters(model, lora)
 
     def initial(name):
@@ -101,7 +101,7 @@ def test_on_all_tensor_meshes(rows, cols, scheme, family, lora):
     (Mesh(pipe=2), "stationary", DORA, dict(optim=Optim(offload="host"))),
     (Mesh(data=2, pipe=2), "stationary", LORA, dict(frozen=1))])
 def test_with_other_features(mesh, scheme, lora, options):
-    if "frozen" in options:  # of frozen layers adapters do not train either
+    if "frozen" in options:  # adapters of frozen layers do not train either
         outcome = gradients_on(partial(make, "llama", lora, num_layers=2), batches("llama", mesh), mesh, **options)
         assert {name.split(".")[0] for name in outcome.gradients} == {"layer1"}
     else:
@@ -120,7 +120,7 @@ def test_half_precision(dtype):
 
 
 class Sublayer(nn.Module):
-    """A user's block, with layers of torch's own."""
+    """A user's block with torch's own layers."""
 
     def __init__(self):
         super().__init__()
@@ -131,7 +131,7 @@ class Sublayer(nn.Module):
 
 
 def users_blocks(*, seed=0):
-    """Ready-made modules, with initial weights of their own."""
+    """Existing modules with their own initial weights."""
     torch.manual_seed(seed)
     blocks = [nn.Linear(4, 6, dtype=torch.float64), Sublayer(), Sublayer(), nn.Linear(6, 3, dtype=torch.float64)]
     return with_adapters(blocks, replace(LORA, targets=("fc1", "fc2", "0"), train_head=True), seed=5,
@@ -139,7 +139,7 @@ def users_blocks(*, seed=0):
 
 
 def test_users_blocks():
-    models = [users_blocks() for _ in range(4)]  # built here: ranks are threads, and torch has one generator
+    models = [users_blocks() for _ in range(4)]  # built here, since ranks are threads and torch has one generator
     reference_model, generator = users_blocks(), torch.Generator().manual_seed(0)
     batch = [[Microbatch(torch.randn(3, 4, dtype=torch.float64, generator=generator),
                          torch.ones(3, 3, dtype=torch.float64), torch.arange(3) + 6 * replica + 3 * number)
@@ -223,7 +223,7 @@ def test_a_model_of_transformers():
             vocab_size=61, max_position_embeddings=12, attn_implementation="sdpa")).double()
         return with_adapters(from_transformers(model), replace(LORA, targets=("q_proj", "down_proj")), seed=1)
 
-    made = iter([build() for _ in range(3)])  # ranks are threads, and torch has one generator
+    made = iter([build() for _ in range(3)])  # since ranks are threads and torch has one generator
     mesh, reference = Mesh(pipe=2), Reference(next(made), seed=SEED, dtype=torch.float64)
     tokens = token_batches(mesh, count=2, per_row=2)
     reference.forward_backward(tokens[0])
@@ -234,7 +234,7 @@ def test_a_model_of_transformers():
 
 @pytest.mark.parametrize("method", ["lora", "dora"])
 def test_names_of_adapters_are_those_of_the_users_module(method):
-    """Its own state_dict has them, once the engine has built the blocks."""
+    """The module's own state_dict has them once the engine has built the blocks."""
     def make():
         torch.manual_seed(0)
         return nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), nn.ReLU()), nn.Linear(4, 2))

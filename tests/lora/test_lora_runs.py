@@ -1,4 +1,4 @@
-"""Runs with adapters: from a folder of Hugging Face to a checkpoint, on another mesh, and out again."""
+"""Runs with adapters: from a Hugging Face folder to a checkpoint, on another mesh, and exported again."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ transformers = pytest.importorskip("transformers")
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory):
-    """A tiny random Llama as transformers saves it, with a tokenizer, and a text beside it."""
+    """A tiny random Llama as transformers saves it, with a tokenizer and a text file."""
     path = tmp_path_factory.mktemp("base")
     (path / "text.txt").write_text("\n".join(f"{number} {TEXT}" for number in range(120)))
     tokenizer = train_tokenizer([TEXT] * 5, 300)
@@ -64,7 +64,7 @@ def adapters_of(folder):
     saved = Saved(checkpoints(folder / "checkpoint")[0])
     kinds = saved.manifest.tensors
     assert {name for kind in kinds if kind not in ("parameter", "random") for name in kinds[kind]} == {
-        name for name in kinds["parameter"] if is_adapter(name)}  # nothing else has states
+        name for name in kinds["parameter"] if is_adapter(name)}  # only adapters have states
     return {name: saved.read("parameter", name) for name in kinds["parameter"] if is_adapter(name)}
 
 
@@ -72,7 +72,7 @@ def adapters_of(folder):
 def first(base, tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs") / "first"
     text = trained(run_of(base, folder))
-    # two layers: rank 2 x (in + out), and out for the magnitude, of four targets
+    # two layers with four targets each: rank 2 x (in + out), and out for the magnitude
     assert f"dora of rank 2, alpha 8: {2 * (2 * (32 + 32 + 40 + 40) + 16 + 16 + 24 + 16)} parameters train" in text
     return folder
 
@@ -153,7 +153,7 @@ def test_what_cannot_be_resumed_or_exported(base, first, tmp_path):
 
 
 def test_adapters_on_a_base_with_other_names_are_not_exported(first, tmp_path):
-    """Phi-3's projections are one tensor there."""
+    """Phi-3 has its projections in one tensor."""
     phi, run = tmp_path / "phi", tmp_path / "run"
     phi.mkdir()
     (phi / "config.json").write_text(json.dumps(dict(
@@ -183,7 +183,7 @@ def test_adapters_that_the_settings_of_the_run_do_not_describe(first, lora, code
 
 @pytest.mark.slow
 def test_freezing_and_resharding(base, tmp_path):
-    """With the first layer frozen after step 2 its adapters stay, and the run continues on fewer stages."""
+    """When the first layer freezes after step 2, its adapters stay, and the run continues on fewer stages."""
     elastic = Elastic(freeze="manual", manual=("2:1",), auto_pipe=True, auto_dp=True)
     run = run_of(base, tmp_path / "elastic", mesh=Mesh(pipe=2), elastic=elastic)
     trained(replace(run, checkpoint=Checkpoint(every=2, keep=3)))

@@ -45,7 +45,7 @@ OURS = {"GPT2LMHeadModel": {"attention.qkv", "attention.projection", "mlp.fc1"},
 
 
 class Peer:
-    """A model of transformers with PEFT's adapters, saved as a user would, and what it computes."""
+    """A transformers model with PEFT adapters, saved as a user would save it, and its outputs and gradients."""
 
     def __init__(self, kind, folder, *, dora):
         peft = pytest.importorskip("peft")
@@ -193,7 +193,7 @@ def test_merged_weights_and_written_files_are_pefts(peer, tmp_path, kind, dora):
 
 
 def edited(peer, tmp_path, change):
-    """The peer's adapters with changes of adapter_config.json (a dict) or of the tensors (a function)."""
+    """A copy of the peer's adapters with changes to adapter_config.json (a dict) or to the tensors (a function)."""
     folder = tmp_path / "edited"
     folder.mkdir()
     document = json.loads((peer.folder / hf_peft.CONFIG).read_text())
@@ -222,7 +222,7 @@ def _first(tensors, kind):
     (lambda tensors: tensors.pop(_first(tensors, "lora_B")), ["adapter-tensor-missing", "B"]),
     (lambda tensors: tensors.update(other=torch.zeros(2)), ["adapter-of-unknown-layer"]),
     (lambda tensors: tensors.update({"base_model.model.transformer.ln_f.weight": torch.zeros(24)}),
-     ["adapter-of-unknown-layer", "ln_f"]),  # only linear layers of a head are trained
+     ["adapter-of-unknown-layer", "ln_f"]),  # of a head only linear layers are trained
     (lambda tensors: tensors.clear(), ["folder-without-adapters"])])
 def test_refused_folders(peer, tmp_path, change, error):
     there = peer("GPT2LMHeadModel", False)
@@ -232,7 +232,7 @@ def test_refused_folders(peer, tmp_path, change, error):
 
 
 def test_every_key_of_peft_is_read_neutral_or_refused(peer, tmp_path):
-    """PEFT's own fields, each with a value that no field has by default; and keys that PEFT does not have."""
+    """Each of PEFT's own fields has a value that is no field's default; there are also keys that PEFT does not have."""
     peft = pytest.importorskip("peft")
     there = peer("GPT2LMHeadModel", False)
     folder = edited(there, tmp_path, {})
@@ -254,7 +254,7 @@ def test_every_key_of_peft_is_read_neutral_or_refused(peer, tmp_path):
 
 @pytest.mark.parametrize("method", ["pissa", "pissa_niter_4", "olora"])
 def test_adapters_of_changed_base_weights_are_refused(tmp_path, method):
-    """PEFT has changed the base weights when it made them, so that they are wrong on those of the model."""
+    """PEFT changed the base weights when it created these adapters, so they are wrong for the model's own weights."""
     peft = pytest.importorskip("peft")
     model = torch.nn.Sequential(torch.nn.Linear(8, 8))
     changed = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["0"], init_lora_weights=method))

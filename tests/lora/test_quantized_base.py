@@ -1,5 +1,5 @@
-"""Frozen weights in 8 and 4 bits under adapters: the same values on every mesh, gradients of plain PyTorch with these
-values, and fewer bytes."""
+"""Frozen weights in 8 and 4 bits under adapters: the same values on every mesh, the gradients of plain PyTorch with
+these values, and fewer bytes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Blocks with frozen weights in 8 and 4 bits, compiled: gradients are those of plain PyTorch with the same values."""
+"""Compiled blocks with frozen weights in 8 and 4 bits: gradients are those of plain PyTorch with the same values."""
 
 import warnings
 from dataclasses import replace
@@ -39,14 +39,14 @@ def make(lora):
     (dict(targets=("query", "fc2")), {}), ({}, {}), (dict(method="dora"), {}), ({}, dict(memory=Memory(recompute=1)))],
     ids=str)
 def test_gradients_are_plain_pytorchs(changed, options):
-    """On a layer that shares its input with others, on one that does not, and on all."""
+    """Adapters are on a layer that shares its input with others, on a layer that does not, and on all layers."""
     mesh = Mesh()
     assert_parity(partial(make, replace(LORA, **changed)), token_batches(mesh, count=2, per_row=2), mesh,
                   compile=True, run_seconds=300.0, **options)
 
 
 class Bitsandbytes:
-    """The functions of bitsandbytes.functional that nf4 needs, on torch's operations.
+    """The functions of bitsandbytes.functional that nf4 needs, with torch's operations.
 
     traceable: whether torch.compile can follow `dequantize_4bit`.
     """
@@ -75,7 +75,7 @@ class Bitsandbytes:
 
 
 def nf4_gradients(how):
-    """Of a batch in fp32. how: whether blocks are compiled."""
+    """Gradients of a batch in fp32. how: whether blocks are compiled."""
     make_one = partial(adapted, llama(Transformer(**SIZES), dtype=torch.float32), replace(LORA, base_format="nf4"))
     return on_mesh(make_one, Mesh(), lambda engine: (engine.forward_backward(share(engine, token_batches(
         Mesh(), count=1, per_row=2))), gradients_of(engine))[1], dtype=torch.float32, compile=how, run_seconds=300.0)[0]
@@ -91,7 +91,7 @@ def test_nf4_is_compiled_where_the_library_can_be(monkeypatch):
 
 @pytest.mark.slow
 def test_nf4_of_a_library_that_cannot_be_compiled_is_told(monkeypatch):
-    """On CUDA, where `auto` compiles, with a warning; `true` is refused."""
+    """On CUDA `auto`, which would compile, warns; `true` is refused."""
     monkeypatch.setattr(quantized_weight, "_bitsandbytes", partial(Bitsandbytes, False))
     with raises("block-not-compilable", "layer0.attention"):
         nf4_gradients(True)

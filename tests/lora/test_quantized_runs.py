@@ -1,4 +1,4 @@
-"""Runs on a quantized base: moved, resumed on other meshes, exported; and the weights that transformers has."""
+"""Runs on a quantized base: moved to other meshes, resumed, exported; also with transformers' weights."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ def test_a_moving_and_resumed_run_is_the_run_of_one_process(text, tmp_path, monk
 
 @pytest.mark.parametrize("weight_format", quick(1, ["nf4", "int8"]))
 def test_from_a_folder_and_out_again(text, tmp_path, weight_format):  # noqa: F811
-    """What a run on the weights of transformers computes is what these weights, quantized, compute; and an export has
-    the adapters merged into them."""
+    """A run on transformers' weights computes what these weights compute when quantized; an export has the adapters
+    merged into them."""
     transformers = pytest.importorskip("transformers")
     transformers.set_seed(0)
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(

@@ -1,4 +1,4 @@
-"""Any numbers in a cluster's file, or measured: a fault that is named, or an answer that is finite."""
+"""Any numbers in a cluster file or from measurements give either a named error or a finite answer."""
 
 import copy
 import math
@@ -36,7 +36,7 @@ WORK = Work()
 
 
 def numbers(tree, path=()):
-    """The places of all numbers in a file, and of those that it may have."""
+    """The places of all numbers in a file, and of those that it may also have."""
     found = [(*path, name) for name, value in tree.items() if isinstance(value, (int, float))]
     for name, value in tree.items():
         found += numbers(value, (*path, name)) if isinstance(value, dict) else []
@@ -89,7 +89,7 @@ def test_what_no_machine_has_is_named(place, value, error):
 @given(st.lists(st.sampled_from([0.0, 1e-300, 1e-12, 1e-3, 1.0, 1e9, math.inf, math.nan]), min_size=9, max_size=9),
        st.booleans())
 def test_any_measured_numbers(values, crowded):
-    """Clocks that stand still, and machines that hang: a cluster, or a fault by name."""
+    """Clocks that stand still and machines that hang give either a cluster or a named error."""
     def times(*numbers):
         return [max(number, measure.CLOCK_SECONDS) for number in numbers]
 

@@ -1,4 +1,4 @@
-"""`auto` in a run: what a plan chooses in its place, and what it leaves as it is."""
+"""`auto` in a run: what a plan chooses for it, and what a plan leaves unchanged."""
 
 import json
 from dataclasses import replace
@@ -58,7 +58,7 @@ def test_the_microbatch_alone():
 
 @pytest.mark.parametrize(("mesh", "largest"), [(Mesh(), True), (Mesh(pipe=4), False)], ids=str)
 def test_recipes_of_fine_tuning_leave_their_microbatches_to_the_mesh(mesh, largest):
-    """One rank takes a whole batch at once; a pipeline needs several microbatches."""
+    """One rank takes the full batch as one microbatch; a pipeline needs several microbatches."""
     asked = read.merge([read.load("bert-sentiment")[1]]).run
     asked = replace(asked, mesh=mesh, model=replace(asked.model, pretrained=None), launch=Launch(device="cpu"))
     run, problems = with_plan(asked, None)
@@ -67,7 +67,7 @@ def test_recipes_of_fine_tuning_leave_their_microbatches_to_the_mesh(mesh, large
 
 
 def test_a_given_mesh_is_planned_for_its_own_ranks():
-    """Whatever was started: that is a problem of its own, or the run resumes on another mesh."""
+    """Whatever the number of started ranks: a difference is another error, or the run resumes on another mesh."""
     asked = replace(OPEN, mesh=Mesh(pipe=2))
     assert with_plan(asked, 3) == with_plan(asked, 2) == with_plan(asked, None)
     problems = check.check(asked, 3).problems
@@ -112,7 +112,7 @@ def test_nominal_figures_of_the_devices_here(monkeypatch):
         monkeypatch.setattr(auto.torch.cuda, "get_device_name", lambda device, name=name: name)
         assert cluster_for(replace(OPEN, launch=Launch()), 8, 4).device.name == load_cluster(shipped).device.name
     monkeypatch.setattr(auto.torch.cuda, "get_device_name", lambda device: "Voodoo 2")
-    assert not with_plan(replace(OPEN, mesh=Mesh(pipe=2), launch=Launch()), 2)[1]  # microbatches alone
+    assert not with_plan(replace(OPEN, mesh=Mesh(pipe=2), launch=Launch()), 2)[1]  # only microbatches are planned
     _, (problem,) = with_plan(replace(OPEN, launch=Launch()), 4)
     assert str(problem) == (
         "launch.cluster: is not set, and no shipped cluster has a Voodoo 2. Measure this machine: `ranvier doctor "
@@ -129,7 +129,7 @@ def test_check_says_what_auto_is(capsys):
 
 @pytest.mark.slow
 def test_a_run_plans_itself_and_its_ranks_take_the_plan(tmp_path):
-    """Plain python: the ranks are started for all devices here; torchrun and mpiexec say how many there are."""
+    """With plain python, ranks are started for all devices here; torchrun and mpiexec give the number."""
     import os
     import subprocess
     import sys
@@ -150,7 +150,7 @@ def test_a_run_plans_itself_and_its_ranks_take_the_plan(tmp_path):
 
 
 def test_a_problem_of_the_data_is_told_once(tmp_path):
-    """By those that look at the run, and not again by the search, which meets it, too."""
+    """The checks of the run report it; the search, which finds it too, does not report it again."""
     asked = {"question": "Who?", "id": "a", "answers": [], "is_impossible": True}
     document = {"data": [{"paragraphs": [{"context": "No one.", "qas": [asked]}]}]}
     (tmp_path / "squad.json").write_text(json.dumps(document))

@@ -1,4 +1,4 @@
-"""The search finds what brute force finds, and no bound is longer than what it bounds."""
+"""The search finds what brute force finds, and no bound exceeds what it bounds."""
 
 from dataclasses import replace
 from functools import lru_cache
@@ -36,7 +36,7 @@ SEARCHED = ("mesh", "microbatch", "recompute", "offload", "shard")
 
 
 def cluster_of(name, *, free_bytes=None, latency=1.0, flops=1.0):
-    """A shipped one with that much memory free on a device, and other numbers."""
+    """A shipped cluster with `free_bytes` of free memory on a device, and scaled latency and FLOPs."""
     cluster = load_cluster(name)
     device = replace(cluster.device, rates={each: replace(rate, peak_flops=flops * rate.peak_flops)
                                             for each, rate in cluster.device.rates.items()})
@@ -47,7 +47,7 @@ def cluster_of(name, *, free_bytes=None, latency=1.0, flops=1.0):
 
 
 def every(run, cluster, ranks, searched):
-    """All configurations, each predicted by itself."""
+    """All configurations, each predicted separately."""
     for first in variants(on_cluster(run, cluster), cluster, ranks, searched):
         for each in (first, *memory_saving_variants(first, cluster, searched)):
             try:
@@ -61,7 +61,7 @@ def every(run, cluster, ranks, searched):
        latency=st.sampled_from([0.1, 1.0, 30.0]), flops=st.sampled_from([1.0, 1e-3]),
        policy=st.sampled_from(["message-driven", "1f1b"]), ranks=st.sampled_from([2, 3]))
 def test_the_search_finds_what_brute_force_finds(name, kilobytes, latency, flops, policy, ranks):
-    """Whatever the memory: of 112 configurations, in 1.5 MB, eleven fit."""
+    """Whatever the memory: of 112 configurations eleven fit in 1.5 MB."""
     cluster = cluster_of(name, free_bytes=kilobytes * 1000, latency=latency, flops=flops)
     run = replace(SMALL, pipeline=replace(SMALL.pipeline, policy=policy))
     least = min((found.cost.seconds for found in every(run, cluster, ranks, SEARCHED) if found.fits), default=inf)
@@ -74,7 +74,7 @@ def test_the_search_finds_what_brute_force_finds(name, kilobytes, latency, flops
 
 
 def test_selective_recomputation_is_searched():
-    """Faster than recomputing layers, where no recomputation does not fit."""
+    """It is faster than recomputing layers if the run does not fit without recomputation."""
     best = search(SMALL, cluster_of("h100", free_bytes=2_300_000), 2, SEARCHED, work=WORK).best[0]
     assert best.run.memory.recompute == "selective"
     assert not predict(replace(best.run, memory=Memory()), cluster_of("h100", free_bytes=2_300_000), WORK).fits
@@ -83,7 +83,7 @@ def test_selective_recomputation_is_searched():
 @settings(deadline=None, max_examples=8, derandomize=True)
 @given(st.data())
 def test_bounds_are_no_longer_than_what_they_bound(data):
-    """The bound of operations and messages, blocks as counted, the schedule within its limits, and that of memory."""
+    """Bounds of operations and messages, of counted blocks, of the schedule within its limits, and of memory."""
     name = data.draw(st.sampled_from(["h100", "summit", "laptop"]))
     cluster = cluster_of(name, flops=data.draw(st.sampled_from([1.0, 1e-4])))
     scheme, by_sequence = data.draw(st.sampled_from([
@@ -95,7 +95,7 @@ def test_bounds_are_no_longer_than_what_they_bound(data):
     bound, recomputing = least_run_seconds(run, cluster, sample)
     counted = run_cost(run, cluster, stages, exact=False, limits=unlimited_limits(run)).seconds
     limited, simulated = (run_cost(run, cluster, stages, exact=exact) for exact in (False, True))
-    assert 0 < bound <= counted * (1 + 1e-9) and counted <= simulated.seconds * 1.01, "of two short ones"
+    assert 0 < bound <= counted * (1 + 1e-9) and counted <= simulated.seconds * 1.01, "extrapolated from short runs"
     assert limited.seconds <= simulated.seconds * 1.01
     again = replace(run, memory=Memory(recompute="auto"))
     assert recomputing <= run_cost(again, cluster, WORK.stages(again), exact=False).seconds * (1 + 1e-9)
@@ -112,7 +112,7 @@ def test_bounds_are_no_longer_than_what_they_bound(data):
 @pytest.mark.parametrize(("mesh", "stages_per_rank"), [(Mesh(data=2), 1), (Mesh(data=2, pipe=2), 1),
                                                        (Mesh(data=2, pipe=2), 2)], ids=str)
 def test_sums_beside_the_backward_make_no_bound_longer(mesh, stages_per_rank):
-    """Of small chunks on links for which the backward is as long as the sums: whether products wait decides how many
+    """Small chunks on links on which sums take as long as the backward: whether products are deferred decides how many
     are hidden."""
     cluster = cluster_of("h100", flops=1e-3)
     run = replace(SMALL, mesh=mesh, optim=replace(SMALL.optim, bucket_size=256, chunk_buckets=1),
@@ -127,7 +127,7 @@ def test_sums_beside_the_backward_make_no_bound_longer(mesh, stages_per_rank):
 @settings(deadline=None, max_examples=20, derandomize=True)
 @given(st.data())
 def test_the_bound_of_several_stages_on_each_rank(data):
-    """Uneven stages, with weight gradients that may wait or not: no limits are faster than ranks that never rest."""
+    """Uneven stages, with or without deferred weight gradients: no limits are faster than ranks without idle time."""
     placement = StagePlacement(num_ranks=data.draw(st.integers(2, 4)), per_rank=data.draw(st.integers(2, 3)),
                                how=data.draw(st.sampled_from(["v-shape", "interleaved"])))
     times = st.floats(0.1, 3.0)
@@ -144,7 +144,7 @@ def test_the_bound_of_several_stages_on_each_rank(data):
 @given(layers=st.integers(3, 5), size=st.sampled_from([4, 8]), pipe=st.sampled_from([2, 3]),
        flops=st.sampled_from([1.0, 1e-3]))
 def test_stages_per_rank_are_searched(layers, size, pipe, flops):
-    """Of one mesh the best of all numbers of stages on each rank, to half a percent."""
+    """For one mesh the search finds the best number of stages per rank, to half a percent."""
     cluster = cluster_of("h100", flops=flops)
     run = replace(SMALL, mesh=Mesh(pipe=pipe), model=replace(SMALL.model, num_layers=layers),
                   batch=Batch(global_size=size, microbatch_size=1))

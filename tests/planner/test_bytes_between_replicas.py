@@ -1,4 +1,4 @@
-"""Bytes between replicas in a step, as a plan says them and as the engine's groups receive them."""
+"""Bytes between replicas in a step, as a plan predicts them and as the engine's groups receive them."""
 
 import pytest
 import torch
@@ -21,7 +21,7 @@ MODEL = Transformer(num_layers=1, hidden=64, heads=2, vocab=1000, sequence=8)
     ("fp32", {}), ("bf16", {}), ("bf16", {"reduce_dtype": "fp32"}), ("bf16", {"accumulate": "half"})],
     [False, True], [2, 3]))
 def test_bytes_between_replicas(precision, options, shard, data):
-    """But for what chunks are filled up by, and the last, small one."""
+    """The bytes agree except for the padding of chunks and the last, smaller chunk."""
     optim = Optim(bucket_size=40_000, chunk_buckets=1, offload="none", shard=shard, **options)
     run = ResolvedRun(mesh=Mesh(data=data), model=MODEL, precision=precision, optim=optim,
               batch=Batch(global_size=data, microbatch_size=1))

@@ -1,4 +1,4 @@
-"""Cluster files: the shipped ones, what is written is read again, and every fault has a name."""
+"""Cluster files: the shipped ones, files that are written and read again, and a named error for every fault."""
 
 import copy
 import tomllib

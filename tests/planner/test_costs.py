@@ -1,4 +1,4 @@
-"""What a step costs: work is counted once, and what frozen, tied, uneven and badly placed parts change."""
+"""What a step costs: work is counted once, and the effects of frozen, tied, uneven and badly placed parts."""
 
 import json
 from dataclasses import replace
@@ -49,13 +49,13 @@ def found(run, cluster=CLUSTER, frozen=0, **options):
 
 
 def seconds_of(block):
-    """Forward, backward and gradients of weights, in fp32."""
+    """Seconds of the forward, of the backward, and of weight gradients in fp32."""
     return [CLUSTER.device.seconds(kernels, "bf16") for kernels in (
         block.kernels, backward_of(block.kernels), weight_gradients_of(block.kernels, 4))]
 
 
 def test_tied_parameters_are_reduced_and_updated_once():
-    """GPT's head is its embedding: 512 x 64 numbers."""
+    """GPT's head shares the embedding's weight: 512 x 64 numbers."""
     model = families.model_of(TINY)
     modules = model.build()
     whole = sum(parameter.numel() for parameter in modules.parameters())
@@ -67,7 +67,7 @@ def test_tied_parameters_are_reduced_and_updated_once():
 
 
 def test_what_every_second_layer_recomputes_is_counted_as_it_is():
-    """Of 3 layers two, of 4 two; of two stages with one layer each both."""
+    """Two of 3 layers are recomputed, two of 4, and on two stages with one layer each both."""
     def extra(layers, recompute, pipe):
         run = replace(TINY, mesh=Mesh(pipe=pipe), model=replace(TINY.model, num_layers=layers),
                       pipeline=Pipeline(boundaries=(3,) if pipe == 2 else None),
@@ -80,7 +80,7 @@ def test_what_every_second_layer_recomputes_is_counted_as_it_is():
 
 
 def test_frozen_layers_in_front_have_no_backward():
-    """Of four equal layers, the head and the embedding; nothing of what freezes is computed backwards."""
+    """With four equal layers, the head and the embedding: frozen blocks have no backward."""
     whole = found(TINY, exact=False).stages[0]
     for frozen in (1, 2, 4):
         stage = found(TINY, frozen=frozen, exact=False).stages[0]
@@ -101,7 +101,7 @@ def test_frozen_layers_in_front_have_no_backward():
 
 
 def test_a_last_microbatch_that_is_smaller_takes_less():
-    """12 sequences by 8 are one and a half."""
+    """12 sequences in microbatches of 8 are one and a half microbatches."""
     run = replace(TINY, batch=Batch(global_size=12, microbatch_size=8))
     stage = found(run, exact=False).stages[0].microbatch_seconds
     assert found(run, exact=False).pipeline_seconds == pytest.approx(1.5 * stage)
@@ -141,11 +141,11 @@ def test_stages_on_several_nodes_wait_at_the_same_time():
 
 
 @pytest.mark.parametrize(("mesh", "count"), [
-    (Mesh(row=2, col=2), 2 * 10 * (2 + 3) + 10 * 2),  # two axes, ten blocks; of a layer's two, 4 forward and 6
-    (Mesh(pipe=2, col=2), 10 * (2 + 3 + 2)), (Mesh(data=2, col=2), 10 * (2 + 3 + 2)),  # backward, of its norms 2 and 2
+    (Mesh(row=2, col=2), 2 * 10 * (2 + 3) + 10 * 2),  # two axes, ten blocks; a layer's two blocks have 4 forward and 6
+    (Mesh(pipe=2, col=2), 10 * (2 + 3 + 2)), (Mesh(data=2, col=2), 10 * (2 + 3 + 2)),  # backward, its norms 2 and 2
     (Mesh(data=2, row=2), 10 * (2 + 3)), (Mesh(pipe=4), 0)], ids=str)
 def test_collectives_wait_for_ranks_that_are_not_running(mesh, count):
-    """Where ranks share cores; replicas wait at the same time."""
+    """Collectives wait if ranks share cores; replicas wait at the same time."""
     laptop = load_cluster("laptop")
     run = replace(TINY, mesh=mesh, precision="fp32", batch=Batch(global_size=16 * mesh.data, microbatch_size=4),
                   launch=replace(TINY.launch, device="cpu"))
@@ -163,8 +163,8 @@ def test_norms_send_nothing_where_the_sequence_is_sharded():
 
 
 def test_messages_travel_beside_products_where_devices_compute_meanwhile():
-    """Llama's layers on eight columns by sequence: inside a node a third of their messages is hidden; on links as slow
-    as these products cannot hide them, and every broadcast of SUMMA counts."""
+    """Llama's layers on eight columns by sequence: inside a node at least 30 % of their messages is hidden; on links so
+    slow that products cannot hide the messages, most of them are exposed."""
     run = replace(TINY, mesh=Mesh(col=8), tensor=TensorParallel(sequence_sharding=True), launch=Launch(device="cuda"),
                   model=Transformer(family="llama", num_layers=1, hidden=4096, heads=32, vocab=512, sequence=2048))
     stage, slow = (found(run, cluster).stages[0] for cluster in (CLUSTER, replace(
@@ -177,8 +177,8 @@ def test_messages_travel_beside_products_where_devices_compute_meanwhile():
 
 
 def test_messages_that_are_hidden_slow_down_what_is_computed_beside_them():
-    """Gathered weights of wide layers: the part of the multiprocessors that copies is lost while they travel, and
-    nothing more is where they travel longer than the products take."""
+    """Gathered weights of wide layers: the multiprocessors that copy are lost to products while the weights travel; if
+    they travel longer than the products take, nothing more is lost."""
     run = replace(TINY, mesh=Mesh(row=8), launch=Launch(device="cuda"), batch=Batch(global_size=16, microbatch_size=16),
                   model=replace(TINY.model, num_layers=1, hidden=2048, sequence=1024))
     lost = [found(run, replace(CLUSTER, device=replace(CLUSTER.device, message_multiprocessors=count))
@@ -190,7 +190,7 @@ def test_messages_that_are_hidden_slow_down_what_is_computed_beside_them():
 
 
 def test_gradients_are_summed_beside_the_last_backward_on_devices():
-    """All but the last of 15 chunks, for as long as the backward runs, which becomes slower by them."""
+    """All but the last of 15 chunks are hidden while the backward runs, which they make slower."""
     run = replace(TINY, mesh=Mesh(data=8), launch=Launch(device="cuda"), optim=Optim(bucket_size=1 << 12),
                   guard=Guard(bad_step="none"))
     slow = replace(CLUSTER, inside=Link(bandwidth=1e8))
@@ -207,13 +207,13 @@ def test_gradients_are_summed_beside_the_last_backward_on_devices():
             CLUSTER, device=replace(CLUSTER.device, cores=8))).stages[0]
         assert stage.after_seconds >= stage.reduction_seconds > 0
     judged = replace(run, guard=Guard(bad_step="skip"), optim=replace(run.optim, shard=True))
-    stage = found(judged, slow).stages[0]  # updates fit in beside the gathers, which begin when all is summed
+    stage = found(judged, slow).stages[0]  # updates fit in during the gathers, which begin when all is summed
     assert stage.after_seconds == pytest.approx(
         stage.reduction_seconds - kept * hidden + stage.update_seconds / 15)
 
 
 def test_products_that_are_all_recomputed_do_not_wait_behind_the_sums():
-    """Under a policy that defers, too: nothing of these blocks may."""
+    """Also under a policy that defers: these blocks have nothing to defer."""
     run = replace(TINY, mesh=Mesh(data=2, pipe=2), launch=Launch(device="cuda"), memory=Memory(recompute=1),
                   optim=Optim(bucket_size=1 << 10))
     driven, fixed = (found(replace(run, pipeline=Pipeline(policy=policy)), CLUSTER).stages[0]
@@ -223,7 +223,7 @@ def test_products_that_are_all_recomputed_do_not_wait_behind_the_sums():
 
 @pytest.mark.parametrize(("placement", "turns"), [("v-shape", 1), ("interleaved", 4)])
 def test_chunks_of_several_stages_are_complete_one_stage_after_the_other(placement, turns):
-    """On slow links, as long as two stages' backward, or as one and one of each rank's microbatches under way."""
+    """On slow links the backwards of two stages hide sums, or one and one more for each rank."""
     run = replace(TINY, mesh=Mesh(data=2, pipe=4), launch=Launch(device="cuda"), optim=Optim(bucket_size=1 << 10),
                   pipeline=Pipeline(stages_per_rank=2, placement=placement, defer_bytes=0))
     stage = found(run, replace(CLUSTER, inside=Link(bandwidth=1e6))).stages[0]
@@ -235,7 +235,7 @@ def test_chunks_of_several_stages_are_complete_one_stage_after_the_other(placeme
 @pytest.mark.parametrize(("policy", "per_rank", "count"), [
     ("message-driven", 2, 4), ("1f1b", 1, 2), ("message-driven", 1, 2)])
 def test_stages_as_published_are_held_up_by_every_message(policy, per_rank, count):
-    """But for AxoNN's: message-driven, with one stage on each rank."""
+    """All but AxoNN's stages: message-driven, with one stage on each rank."""
     run = replace(TINY, mesh=Mesh(pipe=2),
                   pipeline=Pipeline(stages_per_rank=per_rank, placement="interleaved", policy=policy))
     times, beside = (run_pipeline(run, CLUSTER, WORK.stages(run), as_published=as_published).times
@@ -250,9 +250,9 @@ def test_stages_as_published_are_held_up_by_every_message(policy, per_rank, coun
         (1, "none", False, 1), (4, "none", False, 1), (4, 1, False, 1), (1, "none", True, 1), (4, "none", True, 1),
         (1, "none", True, 2)]))
 def test_a_layer_waits_for_messages_as_the_engine_does(sequences, recompute, deferred, row):
-    """Which is counted by running layers of a GPT on eight columns, or on two rows and four columns; attention hides
-    nothing. Times of products alone, and of bytes alone. Of a backward that defers its weight gradients, together with
-    these; on rows one layer's sum is late, since the product after it is smaller."""
+    """The waits are counted by running layers of a GPT on eight columns, or on two rows and four columns; attention
+    hides nothing. Only products and bytes take time. A backward that defers is counted with its weight gradients; on
+    rows one layer's sum is late, since the product after it is smaller."""
     device = replace(CLUSTER.device, multiprocessors=None, message_multiprocessors=0, operation_seconds=1e-12)
     cluster = replace(CLUSTER, device=device, collective_seconds=0.0, inside=replace(CLUSTER.inside, latency_seconds=0))
     hidden, scheme = 4096 * row, "megatron" if row == 1 else "stationary"
@@ -275,7 +275,7 @@ def test_a_layer_waits_for_messages_as_the_engine_does(sequences, recompute, def
 
 
 def test_a_backward_that_defers_takes_as_long_with_its_weight_gradients_at_least():
-    """Whatever the links; on cores that copy, and on one rank, exactly as long."""
+    """This holds on all links; on CPU cores, and without a tensor mesh, it takes exactly as long."""
     run = replace(TINY, mesh=Mesh(pipe=2, row=2, col=2), launch=Launch(device="cuda"))
     for bandwidth in (1e12, 1e10, 1e8, 1e6):
         slow = replace(CLUSTER, inside=Link(bandwidth=bandwidth))
@@ -294,7 +294,7 @@ def test_weights_that_stay_gathered_cost_messages_once():
 
 
 def test_gradients_of_kept_weights_are_held_whole_and_summed_once():
-    """Of four layers' products, in fp32 as the gradients of a bf16 model, where there are several microbatches."""
+    """Four layers' products need fp32 gradients, as for a bf16 model, if there are several microbatches."""
     for keeps, expected in ((False, 0), (True, 4 * 12 * 64 ** 2 * 4)):
         run = replace(TINY, mesh=Mesh(row=2), tensor=TensorParallel(keep_weights=keeps))
         several, one = (laid_out(replace(run, batch=Batch(global_size=size, microbatch_size=2)))[1][0]
@@ -317,13 +317,13 @@ LARGE = replace(TINY, model=replace(TINY.model, hidden=2048, heads=16, sequence=
 
 @pytest.fixture
 def free_transitions(monkeypatch):
-    """Whose time is moving alone."""
+    """Transitions without cost."""
     monkeypatch.setattr(transition, "PRIOR_SECONDS", 1e-9)
     monkeypatch.setattr(transition, "PRIOR_BYTES_PER_SECOND", 1e15)
 
 
 def elastic(run=TINY, times=1, **settings):
-    """times: as many times as long."""
+    """times: by how much the run is longer."""
     return replace(run, mesh=Mesh(pipe=4), train=Train(steps=100 * times), elastic=Elastic(
         freeze="manual", manual=(f"{20 * times}:2", f"{60 * times}:4"), **settings))
 
@@ -341,7 +341,7 @@ def test_the_course_of_a_run_that_freezes(free_transitions):
 
 
 def test_a_run_that_cannot_be_has_no_course():
-    """Without data no mesh could be; it would seem to be best where it is."""
+    """Without data no mesh would be valid, and the present mesh would seem to be the best."""
     run = elastic(LARGE, auto_pipe=True, auto_dp=True)
     with raises("train-data-missing"):
         course(replace(run, data=replace(run.data, train=None)), CLUSTER, WORK)
@@ -360,16 +360,16 @@ def test_what_packs_takes_the_quickest_mesh_and_pays_for_the_way(monkeypatch):
     periods = course(elastic(LARGE, auto_pipe=True, auto_dp=True), CLUSTER, WORK).periods
     assert periods[0].mesh == Mesh(pipe=4) and periods[-1].mesh.data > 1
     moved = [period.transition_seconds for period in periods]
-    assert moved[0] == 0 and all(0.25 < seconds < 0.26 for seconds in moved[1:])  # another cut moves blocks, too
+    assert moved[0] == 0 and all(0.25 < seconds < 0.26 for seconds in moved[1:])  # another cut also moves blocks
     work = WORK
     runs = [replace(LARGE, mesh=mesh) for mesh in (Mesh(pipe=4), Mesh(data=2, pipe=2), Mesh(data=4))]
     others = [run_cost(run, CLUSTER, work.stages(run, periods[-1].frozen)).seconds for run in runs]
-    assert min(others) <= periods[-1].step_seconds <= 1.1 * min(others), "one more change would not pay"
+    assert min(others) <= periods[-1].step_seconds <= 1.1 * min(others), "another change would not pay"
     assert {period.mesh.data for period in course(elastic(LARGE, auto_pipe=True), CLUSTER, WORK).periods} == {1}
 
 
 def test_a_batch_that_grows_takes_fewer_steps(free_transitions):
-    """Every sample is taken once; the policy is asked where the epochs end."""
+    """Every sample is used once an epoch; the policy is asked at the ends of epochs."""
     run = replace(LARGE, mesh=Mesh(pipe=4), data=replace(LARGE.data, train_samples=64 * 10), train=Train(epochs=5),
                   elastic=Elastic(freeze="cap", alpha=0.5, auto_pipe=True, auto_dp=True))
     keep, grow = (course(replace(run, elastic=replace(run.elastic, global_batch=how)), CLUSTER, WORK)
@@ -388,7 +388,7 @@ def test_a_batch_that_grows_takes_fewer_steps(free_transitions):
 
 
 def test_a_mesh_that_does_not_pay_or_fit_is_not_taken():
-    """As in the run: a transition is for what it gains in the steps that are left, and for memory that is there."""
+    """As in the run, a transition must pay in the steps that are left, and must fit the memory."""
     packs = {"auto_pipe": True, "auto_dp": True}
     late = elastic(LARGE, **packs)
     late = replace(late, elastic=replace(late.elastic, manual=("99:4",)))
@@ -445,9 +445,9 @@ def test_what_is_not_known_is_not_predicted():
     epochs = replace(run, train=Train(epochs=3))
     assert course(epochs, CLUSTER, WORK) is None
     cap = replace(run, elastic=Elastic(freeze="cap"))
-    assert course(cap, CLUSTER, WORK) is None  # it is asked after each epoch
+    assert course(cap, CLUSTER, WORK) is None  # the policy is asked after each epoch
     assert course(replace(cap, elastic=replace(cap.elastic, every=10)), CLUSTER, WORK) is not None
-    assert course(replace(epochs, data=Data(train_samples=16 * 10)), CLUSTER, WORK) is None  # of a text
+    assert course(replace(epochs, data=Data(train_samples=16 * 10)), CLUSTER, WORK) is None  # samples of a text
     known = course(replace(epochs, data=Data(task="classification", train="sentiment", train_samples=16 * 10)),
                    CLUSTER, WORK)
     assert sum(period.steps for period in known.periods) == 30
@@ -455,7 +455,7 @@ def test_what_is_not_known_is_not_predicted():
 
 @pytest.mark.slow
 def test_a_search_follows_the_whole_run_where_layers_freeze():
-    """Without dropout in frozen layers outputs may be cached; what is not searched stays."""
+    """Without dropout in frozen layers outputs may be cached; settings that are not searched do not change."""
     run = elastic(replace(LARGE, data=replace(LARGE.data, train_samples=64 * 10)), frozen_dropout=False)
     found = search(run, CLUSTER, 4, ("mesh", "elastic")).best
     followed = [one.course.seconds for one in found if one.course]
@@ -486,13 +486,13 @@ def test_plan_and_simulation_agree_where_the_last_microbatch_is_not_whole(cluste
     run = replace(TINY, mesh=mesh, precision="fp32", batch=Batch(global_size=16, microbatch_size=3))
     simulated = simulation(run, cluster)
     assert simulated.seconds == pytest.approx(run_cost(simulated.run, cluster, WORK.stages(simulated.run)).seconds)
-    assert simulated.seconds == pytest.approx(simulated.cost.seconds), "what is printed beside it is of the same step"
+    assert simulated.seconds == pytest.approx(simulated.cost.seconds), "the printed cost is of the same step"
     whole = replace(run, batch=Batch(global_size=18 * mesh.data, microbatch_size=3))
     assert simulated.pipeline_seconds < simulation(whole, cluster).pipeline_seconds
 
 
 def test_cores_that_are_shared_count_a_partial_microbatch_in_part():
-    """Four ranks on one core: what they compute in all is the same with 4 + 4 + 1 samples as with 3 + 3 + 3."""
+    """Four ranks on one core: in total they compute the same with 4 + 4 + 1 samples as with 3 + 3 + 3."""
     laptop = load_cluster("laptop")
     one_core = replace(laptop, device=replace(laptop.device, cores=1))
     thirds, partial = (found(replace(TINY, mesh=Mesh(data=4), precision="fp32", batch=Batch(

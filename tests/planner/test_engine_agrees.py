@@ -1,4 +1,4 @@
-"""The simulator does what the engine does: with the engine's own times of actions and messages, the same order of
+"""The simulator agrees with the engine: with the engine's own times of actions and messages, it has the same order of
 actions on every stage, and the same time of a step."""
 
 import time
@@ -17,12 +17,12 @@ from tests.pipeline.parity import chain, on_mesh, points, share
 
 FORWARD, BACKWARD = (0.020, 0.034, 0.014), (0.030, 0.046, 0.022)
 LATENCY = {(0, 1): 0.011, (1, 0): 0.017, (1, 2): 0.005, (2, 1): 0.008}
-"""Seconds of each stage's actions, and of messages, which vary; no two sums are near each other, so that no order is a
-tie."""
+"""Seconds of each stage's actions, and of messages, which vary; no two sums are close, so that the order of actions is
+never a tie."""
 
 
 class Slept(torch.autograd.Function):
-    """The identity, which takes a time in forward and another in backward."""
+    """The identity, with given seconds for its forward and its backward."""
 
     @staticmethod
     def forward(ctx, x, forward_seconds, backward_seconds):
@@ -66,7 +66,7 @@ def delays(monkeypatch):
 
     def recorded(lane, sent_ns, num_bytes, *hops):
         arrives = arrival(lane, sent_ns, num_bytes, *hops)
-        if not hops:  # else it is a collective
+        if not hops:  # otherwise it is a collective
             found.setdefault((lane.link.seed // 10, lane.link.seed % 10), []).append((arrives - sent_ns) * 1e-9)
         return arrives
 
@@ -75,7 +75,7 @@ def delays(monkeypatch):
 
 
 def link(source, destination):
-    """Its seed says which it is."""
+    """Its seed identifies the link."""
     latency = LATENCY.get((source, destination), 0.0)
     return Link(latency_seconds=latency, jitter_seconds=latency / 2, seed=10 * source + destination)
 
@@ -84,7 +84,7 @@ def link(source, destination):
 @pytest.mark.parametrize("policy", POLICIES, ids=lambda policy: policy.name)
 @pytest.mark.parametrize("in_flight, defer_bytes", [("auto", 0), (5, 0), ("auto", "auto")])
 def test_the_same_order_and_the_same_time(policy, in_flight, defer_bytes, delays):
-    """On a machine that does other things as well: one of three times is enough."""
+    """The machine may run other programs, so one of three attempts is enough."""
     for attempt in range(3):
         try:
             return agree(policy, in_flight, defer_bytes, delays)

@@ -1,4 +1,4 @@
-"""What is predicted is what the real engine allocates, to the byte: built on the meta device, where nothing has data,
+"""Predicted memory is what the real engine allocates, to the byte: built on the meta device, where nothing has data,
 for one rank of each stage, and updated once. `tests/train/test_memory.py` measures whole steps of real runs."""
 
 from dataclasses import replace
@@ -21,11 +21,11 @@ CATEGORIES = "parameters", "gradients", "master", "moments", "average", "buckets
 LARGE = "bert-sentiment", "vit-cifar10", "gpt2-small", "gpt-12b", "gpt-24b", "gpt-50b", "gpt-100b"
 
 
-torch.library.impl("aten::_fused_sgd_", "Meta", lambda *_, **__: None)  # torch has it for Adam alone
+torch.library.impl("aten::_fused_sgd_", "Meta", lambda *_, **__: None)  # torch has a meta kernel for Adam only
 
 
 class Group(MetaGroup):
-    """One of several, by the numbers of its ranks."""
+    """One of several groups, by the numbers of its ranks."""
 
     def __init__(self, purpose, ranks, rank):
         super().__init__(purpose, len(ranks), ranks.index(rank))
@@ -53,7 +53,7 @@ class Transport:
 
 
 class Backend:
-    """Of one rank of `size`, without the others."""
+    """The backend of one rank of `size`, without the others."""
 
     name = "in-process"
 
@@ -92,8 +92,8 @@ def allocated(run, rank):
 
 
 def check(run, reduced=1.0):
-    """Of the first and the last ranks along pipe; of ranks that own different tensors, the one that has most.
-    reduced: the least part of the reductions' memory that there is: a chunk alone in its turn needs not all."""
+    """Check the first and the last ranks along pipe; of ranks that own different tensors, the one with most memory.
+    reduced: the least share of the reductions' memory that is allocated; a chunk alone in its turn needs less."""
     run = resolve(run, Facts(device="cpu"))
     predicted = laid_out(run)[1]
     owners = run.optim.shard and run.optim.algorithm in ("muon", "adafactor")
@@ -112,7 +112,7 @@ def check(run, reduced=1.0):
 
 
 def with_numbers(run):
-    """Where the mesh and the microbatch are auto: one rank, two samples."""
+    """With one rank for a mesh that is auto, and two samples for a microbatch that is auto."""
     is_auto = "auto" in (run.mesh.data, run.mesh.pipe, run.mesh.row, run.mesh.col)
     micro = 2 if run.batch.microbatch_size == "auto" else run.batch.microbatch_size
     return replace(run, mesh=Mesh() if is_auto else run.mesh, batch=replace(run.batch, microbatch_size=micro))
@@ -135,7 +135,7 @@ OPTIMS = (Optim(), Optim(shard=True, offload="stream", accumulate="half"),
 @pytest.mark.parametrize(("number", "name"), [pytest.param(number, name, marks=[pytest.mark.slow] * (number != 2))
                                               for number, name in enumerate(presets.PRESETS)])
 def test_presets(number, name):
-    """Each in its width, with four layers, on another mesh with other settings of the optimizer than the one before."""
+    """Each preset has its own width, four layers, and another mesh and other optimizer settings than the one before."""
     run = with_numbers(read.merge([read.load(name)[1]]).run)
     optim = replace(OPTIMS[number % len(OPTIMS)], bucket_size=4_000_000)
     meshes = MESHES if run.model.heads % 2 == 0 else MESHES[:2]  # without columns

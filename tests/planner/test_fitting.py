@@ -1,4 +1,4 @@
-"""Limits that are auto give way to the memory that there is: what fits under 1F1B is never refused."""
+"""Limits that are auto adapt to the available memory: a run that fits under 1F1B is never refused."""
 
 from dataclasses import replace
 from functools import partial
@@ -20,7 +20,7 @@ from ranvier.planner.work import Work
 
 
 def needed(run, work=None):
-    """Bytes of the rank that needs most. work: with the blocks of this model, where they are counted already."""
+    """Bytes of the rank that needs most. work: has the blocks of this model if they are already counted."""
     return max(entry.device_bytes for entry in (laid_out(run)[1] if work is None else work.memory(run)))
 
 
@@ -29,7 +29,7 @@ EVERY = [pytest.param(name, marks=() if name in ("gpt-tiny", "gpt2-small") else 
 
 
 def on_stages(name, *, per_rank=1):
-    """A recipe or preset on its own mesh, or on four stages where it has one."""
+    """A recipe or preset on its own mesh, or on four stages if its mesh has one stage."""
     run = resolve_with_least(read.merge([read.load(name)[1]]).run)
     mesh = run.mesh if run.mesh.pipe > 1 else run.mesh.resized(pipe=4)
     size = min(run.batch.microbatch_size, max(1, run.batch.global_size // mesh.data))
@@ -39,7 +39,7 @@ def on_stages(name, *, per_rank=1):
 
 @pytest.mark.parametrize("name", EVERY)
 def test_what_fits_under_1f1b_fits_under_auto(name):
-    """On a device that has just what 1F1B needs, and on one that has what auto takes where it may."""
+    """On a device with exactly the memory that 1F1B needs, and on one with the memory that auto would use."""
     run, look = on_stages(name), partial(needed, work=Work())
     own, plain = look(run), look(replace(run, pipeline=replace(run.pipeline, policy="1f1b")))
     for memory in (plain, own):
@@ -70,8 +70,8 @@ def test_what_a_user_has_set_stays(pipeline):
 
 
 def test_check_says_what_has_become_of_the_schedule(tmp_path):
-    """On a cluster whose devices have what 1F1B needs and no more. With a tie both would need most when its gradient
-    comes, and as much."""
+    """On a cluster whose devices have exactly the memory that 1F1B needs. With a tie both schedules would need the same
+    memory, most of it when the tie's gradient arrives."""
     run = read.merge([read.load("gpt-12b")[1]]).run
     run = replace(run, model=replace(run.model, untied=True))
     wide = check(run, 48, cluster="summit")

@@ -1,4 +1,4 @@
-"""Times of links, devices and collectives against values worked out by hand; groups where the mesh puts them."""
+"""Times of links, devices and collectives against values worked out by hand; groups as the mesh places them."""
 
 from dataclasses import replace
 
@@ -34,7 +34,7 @@ def test_a_kernel_is_computing_or_moving_and_its_launch():
 
 
 def test_a_gpu_launches_more_than_is_counted():
-    """Beside a product zeros, beside the sum that is a bias's gradient a cast and an addition, too."""
+    """A product also launches zeros, and the sum for a bias's gradient also a cast and an addition."""
     moved = (Access(0, 100, 100),)
     product = Kernel(kind="product", reads=moved, writes=moved, shape=(1, 4, 4, 4), weight="trains", has_bias=True)
     kernels = weight_gradients_of([product], 4)
@@ -53,7 +53,7 @@ def test_a_gpu_launches_more_than_is_counted():
 
 
 def test_sums_over_a_dim_reach_a_share_of_their_own():
-    """Where the device's file has one."""
+    """If the device's file has such a share."""
     device = cluster().device
     copy = Kernel(kind="pointwise", reads=(Access(0, 100, 100),))
     total = replace(copy, is_reduction=True)

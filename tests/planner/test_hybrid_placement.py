@@ -1,4 +1,4 @@
-"""Optimizer states on both sides of the host's link: how many have room on the device, and the plan that results."""
+"""Optimizer states on both sides of the host's link: how many fit on the device, and the plan that results."""
 
 from dataclasses import replace
 
@@ -36,7 +36,7 @@ def states(entry):
 
 @pytest.mark.slow
 def test_18_billion_parameters_on_one_device():
-    """One H200 with 128 GiB of host memory. Neither side has room for 12 bytes a parameter; both together have."""
+    """One H200 with 128 GiB of host memory. 12 bytes a parameter fit on neither side, but on both together."""
     cluster = load_cluster("h200")
     found = search(LARGE, cluster, 1).best[0]
     run, (entry,) = found.run, found.memory
@@ -66,7 +66,7 @@ def test_what_does_not_fit_is_told_what_would():
         (entry,) = memory(run)
         problem = too_large([entry], place=("device", "host")[fault], processes=1, run=run, available_bytes=1 << 37)
         assert all(remedy in str(problem) for remedy in remedies)
-        assert ("host " in str(problem.what)) == bool(fault)  # parts of the sum alone
+        assert ("host " in str(problem.what)) == bool(fault)  # only the parts of the sum
     run = replace(run, memory=Memory(recompute="selective"))
     problem = too_large(memory(run), place="device", processes=1, run=run, available_bytes=1)
     assert "--memory.recompute auto" in str(problem)
@@ -76,7 +76,7 @@ def test_what_does_not_fit_is_told_what_would():
 
 @pytest.mark.parametrize("short", [1, 100_000, 1_000_000])
 def test_as_much_stays_on_the_device_as_has_room(short):
-    """And no bucket more would."""
+    """One more bucket would not fit."""
     none = max(entry.device_bytes for entry in memory(replace(SMALL, optim=Optim(bucket_size=5000))))
     found = with_offload_share(SMALL, memory, none - short)
     share = found.optim.offload_share

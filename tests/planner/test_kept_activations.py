@@ -1,5 +1,5 @@
-"""What a block keeps for its backward, as counted without values and as torch keeps it: compiled, and with attention by
-plain products."""
+"""What a block keeps for its backward, as counted on the meta device and as torch keeps it: compiled, and with
+attention by plain products."""
 
 import pytest
 import torch
@@ -33,7 +33,7 @@ def blocks_of(family, counting, **sizes):
 
 
 def scope():
-    """Keys of dropout, which enter a compiled block's graph."""
+    """A scope with keys of dropout, which are inputs of a compiled block's graph."""
     found = keyed_random.scope(0, 0, torch.zeros(SAMPLES, dtype=torch.int64))
     found.keys = torch.arange(2 * SAMPLES).view(2, SAMPLES)
     return found
@@ -50,7 +50,7 @@ def kept(module, state, forward):
     pytest.param("llama", {}, marks=pytest.mark.slow), ("llama", {"kv_heads": 2, "qk_norm": "head"}),
     pytest.param("gpt", {"dropout": 0.1}, marks=pytest.mark.slow)])
 def test_a_compiled_block_keeps_what_is_counted(family, sizes):
-    """torch's own partition of forward and backward decides, as where inductor compiles."""
+    """torch's own partitioner of forward and backward decides, as with inductor."""
     torch._dynamo.reset()
     counted, plain = 0, 0
     for cost, module, state in blocks_of(family, Counting(compiles=True), **sizes):
@@ -61,7 +61,7 @@ def test_a_compiled_block_keeps_what_is_counted(family, sizes):
 
 
 def test_dropout_on_a_cpu_keeps_numbers():
-    """On CUDA and where blocks are compiled, flags. More is alive while they are drawn, as it is counted."""
+    """On CUDA and in compiled blocks it keeps flags. While numbers are drawn more is alive, which is counted."""
     for cost, module, state in blocks_of("gpt", Counting(is_live=True), dropout=0.1):
         assert kept(module, state, module) == pytest.approx(cost.kept_bytes, rel=0.01)
         with MemoryTracker() as tracker, scope():

@@ -1,4 +1,4 @@
-"""The law of kernels against values worked out by hand: backwards, waves, chains that are merged, counted blocks."""
+"""The cost model of kernels against values worked out by hand: backwards, waves, merged chains, counted blocks."""
 
 from dataclasses import replace
 from functools import partial
@@ -99,7 +99,7 @@ def count_gpt():
 
 
 def test_a_norms_weight_has_its_gradient_from_a_pass_of_its_own():
-    """Counted of a layer's norm: x and dy are read once more, compiled or not; of a frozen one they are not."""
+    """For a layer's norm, x and dy are read once more, compiled or not; for a frozen norm they are not."""
     norm = nn.LayerNorm(8, device="meta")
     counts = []
     for trains in (True, False):
@@ -113,7 +113,7 @@ def test_a_norms_weight_has_its_gradient_from_a_pass_of_its_own():
 
 
 def test_norms_and_gradients_of_biases_are_sums_over_a_dim():
-    """Also in a chain that is merged, and in backwards."""
+    """Also in merged chains, and in backwards."""
     norm = nn.LayerNorm(64, device="meta")
     with KernelCount({norm.weight.untyped_storage()._cdata: True}) as count:
         x = norm(torch.empty(5, 64, device="meta"))
@@ -147,7 +147,7 @@ def test_attention_with_scores_writes_and_reads_them():
 
 
 def test_waves_are_whole():
-    """8192 x 8192 in tiles of 128 x 128 are 4096; 132 multiprocessors take 32 waves of them."""
+    """8192 x 8192 has 4096 tiles of 128 x 128, which take 32 waves on 132 multiprocessors."""
     assert whole_waves_flops((1, 8192, 8192, 8192), 132, 128, 0.0) == 2 * 32 * 132 * 128 ** 2 * 8192
     assert whole_waves_flops((1, 8192, 8192, 8192), 132, 128, 100.0) == 2 * 32 * 132 * 128 ** 2 * 8292
     assert whole_waves_flops((1, 129, 128, 64), 2, 128, 0.0) == 2 * 2 * 128 ** 2 * 64
@@ -166,7 +166,7 @@ def test_a_kernel_takes_the_longer_of_computing_and_moving():
     assert device.kernel_seconds(backward_of([ATTENTION])[0], "bf16") == 12.5 + 0.25
     assert device.kernel_seconds(replace(PRODUCT, flops=5000), "bf16", threads=2.0) == 5.0 + 0.25
     assert device.seconds([PRODUCT, ATTENTION], "bf16") == 142 / 50 + 4.0 + 0.5
-    assert device.kernel_seconds(replace(PRODUCT, flops=5000, float8=True), "bf16") == 10.25  # there is no rate for it
+    assert device.kernel_seconds(replace(PRODUCT, flops=5000, float8=True), "bf16") == 10.25  # it has no rate for fp8
     eight = replace(device, rates={**device.rates, "fp8": Rate(peak_flops=2000.0, share=0.5)})
     assert eight.kernel_seconds(replace(PRODUCT, flops=5000, float8=True), "bf16") == 5.0 + 0.25
 
@@ -179,7 +179,7 @@ def test_tiles_of_a_product_take_whole_waves_of_the_device():
 
 
 def test_chains_are_one_pass_over_what_enters_and_leaves():
-    """norm, product, activation, product: the first writes what the product reads, what is inside stays inside."""
+    """A chain reads what enters it and writes what later kernels read; tensors within a chain are not moved."""
     a, b, c, d, e = (Access(number, 10 ** place, 10 ** place) for place, number in enumerate(range(10, 15)))
     weight = Access(20, 5, 5)
     kernels = [Kernel(kind="copy", reads=(a,), writes=(b,)), Kernel(kind="pointwise", reads=(b,), writes=(c,)),
@@ -220,7 +220,7 @@ def test_a_larger_microbatch_leaves_weights_as_they_are():
 
 @pytest.mark.parametrize("col", [1, 4])
 def test_microbatches_that_are_not_counted_are_near_to_what_they_would_be(col, monkeypatch):
-    """16 samples by what 2 and 4 are, against 16 that are counted."""
+    """16 samples, extrapolated from counts of 2 and 4, against counted 16."""
     run = replace(llama_run(mesh=Mesh(col=col), batch=Batch(global_size=16, microbatch_size=16)),
                   launch=Launch(device="cuda"))
     by_others = Work().blocks(run)
@@ -247,7 +247,7 @@ def test_float8_rounds_both_operands_of_layers_that_it_can_compute():
 
 
 class Twice(nn.Module):
-    """Two views, an expanded tensor, a lookup, a sum: of these views and expansion move nothing."""
+    """Views, an expanded tensor, a lookup and a sum; the views and the expansion move nothing."""
 
     def __init__(self):
         super().__init__()
@@ -264,7 +264,7 @@ def test_views_move_nothing_and_expanded_tensors_count_once():
     (cost,) = block_costs(Model(blocks={"a": Twice}, loss=squares), torch.zeros(2, 3))
     cast, lookup, total = cost.kernels
     assert cast.moved_bytes == 6 * 4 + 6 * 8
-    assert lookup.moved_bytes == 6 * 16 + 6 * 8 + 6 * 16  # rows of the table, their numbers, and what is written
+    assert lookup.moved_bytes == 6 * 16 + 6 * 8 + 6 * 16  # rows of the table, their indices, and the output
     assert total.moved_bytes == 6 * 16 + 16 + 6 * 16
 
 
@@ -317,8 +317,8 @@ def test_a_compiled_block_moves_less_and_computes_the_same():
 @pytest.mark.parametrize("tensor", [TensorParallel(sequence_sharding=True),
                                     TensorParallel(scheme="megatron", sequence_sharding=True)], ids=str)
 def test_a_split_block_moves_no_more_than_its_tensors(tensor):
-    """Gathered inputs are read once by each panel's product, and weights by each product: not what they are expanded
-    to."""
+    """Gathered inputs are read once by each panel's product, and weights once by each product, not in their expanded
+    size."""
     run = llama_run(tensor=tensor, mesh=Mesh(col=8))
     run = replace(run, launch=replace(run.launch, device="cuda"))
     whole, split = (sum(moved(block.kernels) for block in Work().blocks(each))
@@ -327,7 +327,7 @@ def test_a_split_block_moves_no_more_than_its_tensors(tensor):
 
 
 def test_a_count_does_not_depend_on_those_before():
-    """Whether a table of angles is there already, that all layers share: it is no part of a block."""
+    """Whether or not the table of angles already exists: all layers share it, so it is not part of a block."""
     run = llama_run(mesh=Mesh(col=2))
     with torch.device("meta"):
         inputs, _ = families.sample_of(run, 2)
@@ -342,7 +342,7 @@ def test_a_count_does_not_depend_on_those_before():
 
 @pytest.mark.parametrize("family, share", [("gpt", 2 / 3), ("llama", 3 / 4)])
 def test_a_second_run_ends_before_the_last_product_as_in_the_engine(family, share):
-    """The backward does not need what a segment's last product computes; as published it is computed all the same."""
+    """The backward does not need the output of a segment's last product; as published it is recomputed nevertheless."""
     run = ResolvedRun(model=Transformer(family=family, num_layers=1, hidden=64, heads=4, vocab=300, sequence=32),
                       batch=Batch(global_size=2, microbatch_size=2))
     model = families.model_of(run)

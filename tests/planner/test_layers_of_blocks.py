@@ -1,4 +1,4 @@
-"""What a block sends on a tensor mesh follows from its layers, whatever it is called and whatever it computes."""
+"""What a block sends on a tensor mesh depends on its layers only, not on its name or what else it computes."""
 
 from dataclasses import replace
 
@@ -27,7 +27,7 @@ WIDTH, VOCAB, TOKENS = 24, 40, 8
 
 
 class Ids(nn.Module):
-    """Nothing but a token embedding."""
+    """Only a token embedding."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -38,7 +38,7 @@ class Ids(nn.Module):
 
 
 class Wide(nn.Module):
-    """One product that widens and one that narrows, twice: no transformer layer."""
+    """Two widening and two narrowing products, not a transformer layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ class Wide(nn.Module):
 
 
 class Logits(nn.Module):
-    """Nothing but the product to logits."""
+    """Only the product to logits."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -63,7 +63,7 @@ class Logits(nn.Module):
 
 
 class Wider(ModelFamily):
-    """Its blocks have names that no transformer has, and one of them the name of another kind of block."""
+    """Its blocks have names that no transformer has, and one block has the name of another kind of block."""
 
     def model(self, settings, head, *, dtype=torch.float32):
         return Model(blocks={"ids": Ids, "attention": Wide, "logits": Logits}, loss=NextTokenLoss(VOCAB))
@@ -95,7 +95,7 @@ def test_a_step_sends_what_the_blocks_layers_send():
     """An output-stationary product: 1 + 2 of x and 2 + 4 of a square weight, forward and backward; an input-stationary
     one: 1 + 1 and 2 + 4."""
     cost = run_cost(RUN, load_cluster("h100"), Work().stages(RUN))
-    a, w = 4 * TOKENS * WIDTH * 4 / 4, WIDTH * WIDTH * 4 / 4  # a whole x, a square weight: what a rank lacks
+    a, w = 4 * TOKENS * WIDTH * 4 / 4, WIDTH * WIDTH * 4 / 4  # what a rank lacks of x and of a square weight
     sizes = {"row": 2, "col": 2, "batch": 4, "sequence": TOKENS, "hidden": WIDTH, "itemsize": 4, "sum_itemsize": 4}
     found = block_volume(LAYERS, "stationary", recompute="none", last=True, **sizes)
     assert (found.forward.activations + found.backward.activations, found.forward.weights + found.backward.weights
@@ -128,8 +128,8 @@ def test_heads_of_few_classes_and_patches_send_nothing_that_counts():
 
 
 def test_each_product_hides_messages_of_one_layer():
-    """Of two layers whose sizes differ by 4 %, of one with the keys and values of all heads on each column, and of two
-    squares that are output- and input-stationary."""
+    """Two layers whose sizes differ by 4 %, one with the keys and values of all heads on each column, and two square
+    ones that are output- and input-stationary."""
     layers = (SplitLayer("output", 1000, 1000), SplitLayer("output", 1000, 1040), SplitLayer("output", 500, 600),
               SplitLayer("output", 800, 800), SplitLayer("input", 800, 800), SplitLayer("embedding", 50, 1000))
     sizes = [(500, 1000), (520, 1000), (400, 500), (400, 800), (800, 400), (8, 1000)]

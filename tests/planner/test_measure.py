@@ -1,4 +1,4 @@
-"""What is measured: constants are found again, a line through messages, and the file of this machine."""
+"""Measurements: known constants are recovered, a line through messages, and the file of this machine."""
 
 import random
 
@@ -16,7 +16,7 @@ from tests.errors import reports
 
 
 def samples(flop, byte, launch, noise=0.0):
-    """Of ten kernels each, some of which take their FLOPs and some their bytes."""
+    """Samples of 5 to 20 kernels, some bound by their FLOPs and some by their bytes."""
     generator = random.Random(0)
     found = []
     for _ in range(20):
@@ -61,12 +61,12 @@ def test_the_rate_of_products_and_the_start_of_a_tile_are_found_again():
     seconds = {shape: whole_waves_flops(shape, 132, 128, 90.0) / 7e14 for shape in shapes}
     assert tile_rate(seconds, 132, 128) == pytest.approx((7e14, 90.0), rel=1e-6)
     thin = {shape: each * (1.5 if shape[3] > 600 else 1.0) for shape, each in seconds.items()}
-    assert tile_rate(thin, 132, 128)[1] == 0.0  # short sums are not slower: their start takes nothing
+    assert tile_rate(thin, 132, 128)[1] == 0.0  # short sums are not slower, so their start takes no time
 
 
 @pytest.mark.parametrize("formats", [("fp32", "bf16")])
 def test_a_device_is_measured_kernel_by_kernel(formats):
-    """With the code that measures a GPU, on small sizes."""
+    """With the code that measures a GPU, at small sizes."""
     sizes = Sizes(products=((64, 64, 64), (96, 32, 256)), attention=(1, 2, 32, 16), elements=1 << 12, seconds=0.0)
     device = measured_device("no GPU", formats, memory_bytes=1 << 30, multiprocessors=4, update_bandwidth=1e9,
                              sizes=sizes)

@@ -1,4 +1,4 @@
-"""The picture of a simulation shows what was simulated, and every schedule within the same memory."""
+"""The picture of a simulation shows the simulated step, and all schedules within the same memory."""
 
 from dataclasses import replace
 
@@ -21,7 +21,7 @@ POLICY = {policy.name: policy for policy in POLICIES}
 
 
 def test_the_message_driven_schedule_is_drawn_as_no_slower_than_others_in_their_memory():
-    """At every depth and in-flight limit as many as stages, and with times that vary."""
+    """At every depth, at every in-flight limit of at least the number of stages, and with varying times."""
     stage = StageTimes(forward=1.0, backward=1.1, weight=0.9)
     axes = Figure().subplots(1, 3)
     draw_bubbles(axes, stage, 4, 8, hop=0.1)
@@ -30,7 +30,7 @@ def test_the_message_driven_schedule_is_drawn_as_no_slower_than_others_in_their_
                  for line in panel.lines}
         assert set(drawn) == set(POLICY)
         for at, ours in drawn["message-driven"].items():
-            if place != 1 or at >= 4:  # fewer in flight than stages is no 1F1B
+            if place != 1 or at >= 4:  # with fewer in flight than stages it is not 1F1B
                 assert ours <= drawn["1f1b"][at] + 0.3, (place, at)
     depths = dict(zip(axes[0].lines[0].get_xdata(), axes[0].lines[0].get_ydata(), strict=True))
     assert depths[4] == pytest.approx(100 * bubble(stage, 4, 8, POLICY[axes[0].lines[0].get_label().partition(",")[0]],
@@ -47,7 +47,7 @@ def test_the_picture_has_the_actions_of_the_simulation():
 
 
 def test_a_picture_of_many_stages_says_how_many_there_are_and_fits(tmp_path, monkeypatch):
-    """No text is cut off at an edge, and no curve is below the legend; the curves are of the run's microbatches."""
+    """No text is cut off at an edge, and the legend covers no curve; curves have the run's number of microbatches."""
     figures, drawn = [], []
     monkeypatch.setattr(Figure, "savefig", lambda figure, path, **_: figures.append(figure))
     monkeypatch.setattr(picture, "draw_bubbles", lambda axes, stage, pipe, count, hop: (
@@ -67,7 +67,7 @@ def test_a_picture_of_many_stages_says_how_many_there_are_and_fits(tmp_path, mon
 
 
 def test_of_equal_stages_the_picture_and_a_simulation_have_about_the_same_bubbles():
-    """Of runs in 1F1B's memory whose stages differ little; the picture knows nothing of what weights take beside it."""
+    """For runs in 1F1B's memory whose stages differ little; the picture ignores the memory of weights."""
     cluster, bubbles = replace(load_cluster("laptop"), nodes=4, devices_per_node=1), {}
     for policy in ("message-driven", "1f1b"):
         run = replace(RUN, pipeline=Pipeline(policy=policy, memory=1.0),

@@ -1,4 +1,4 @@
-"""Searches: what is found is the best of all that fit, its numbers are those of `check`, and what cannot be says so."""
+"""Searches find the best of all plans that fit, with the numbers of `check`, and report impossible requests."""
 
 import json
 import re
@@ -48,7 +48,7 @@ def gpt(name, **changes):
 @pytest.mark.parametrize(("mesh", "size"), [(Mesh(), 3), (Mesh(pipe=2), 4), (Mesh(row=2, col=2), 4),
                                             (Mesh(pipe=2, col=2), 5)], ids=str)
 def test_scaled_work_is_counted_work(mesh, size):
-    """Counted for small microbatches, known for all; bytes and FLOPs to the number."""
+    """Counted for small microbatches and scaled to all others; bytes and FLOPs are exact."""
     run = replace(TINY, mesh=mesh, batch=Batch(global_size=20, microbatch_size=size))
     table, _ = laid_out(run)
     found, counted = ([replace(block, kernels=(), repeated=replace(block.repeated, kernels=())) for block in blocks]
@@ -61,14 +61,14 @@ def test_scaled_work_is_counted_work(mesh, size):
 
 @pytest.mark.parametrize("mesh", [Mesh(pipe=3), Mesh(row=2)], ids=str)
 def test_scaled_kernels_take_as_long_as_counted_ones(mesh):
-    """So that stages are cut as the engine cuts them: norms, biases and tables of positions do not grow."""
+    """So the plan cuts stages as the engine does; norms, biases and tables of positions do not grow."""
     run = replace(TINY, mesh=mesh, batch=Batch(global_size=24, microbatch_size=24))
     table, _ = laid_out(run)
     assert [block.weight("cuda") for block in Work().blocks(run)] == [block.weight("cuda") for block in table.costs]
 
 
 def test_meshes_that_divide_no_norm_of_keys_are_no_candidates():
-    """A norm over all heads of keys, of which there are fewer than columns: refused before the model is cut."""
+    """A norm over all heads of keys, with fewer heads than columns, is refused before the model is split."""
     model = Transformer(family="llama", num_layers=1, hidden=32, heads=8, kv_heads=2, head_dim=4, vocab=300,
                         sequence=16, qk_norm="all")
     run = replace(TINY, model=model)
@@ -82,14 +82,14 @@ def test_meshes_that_divide_no_norm_of_keys_are_no_candidates():
 
 
 def test_limits_above_a_steps_microbatches_are_tried():
-    """What is due first follows from the limit, so they are other orders of four microbatches."""
+    """The limit decides which action is due first, so these limits give other orders of four microbatches."""
     run = replace(TINY, mesh=Mesh(pipe=3), batch=Batch(global_size=16, microbatch_size=4))
     assert run.num_microbatches == 4
     assert [one.pipeline.in_flight for one in in_flight_variants(run)] == [6, 9]
 
 
 def test_other_searches_in_this_process_count_no_block_again(monkeypatch):
-    """But where anything differs that decides what a rank computes."""
+    """Except if anything differs that affects what a rank computes."""
     counted = []
     monkeypatch.setattr(costs_module, "_known", costs_module.Known(64))
     monkeypatch.setattr(work_module, "block_costs", lambda *args: counted.append(args) or block_costs(*args))
@@ -106,7 +106,7 @@ def test_other_searches_in_this_process_count_no_block_again(monkeypatch):
 
 
 def test_a_faster_network_has_no_slower_plan():
-    """Meshes whose gradients take as long gain unequally from smaller chunks, so that the fastest with the usual ones
+    """Meshes whose gradients take the same time gain unequally from smaller chunks, so the fastest with the usual chunks
     need not be the fastest."""
     h100, work, seconds = load_cluster("h100"), Work(), []
     fp32 = replace(h100.device.rates["fp32"], peak_flops=33e12)
@@ -123,7 +123,7 @@ def test_a_faster_network_has_no_slower_plan():
 
 @pytest.mark.parametrize(("bandwidth", "shard"), [(50e9, False), (10e9, True)])
 def test_optimizer_states_are_whole_where_that_is_faster(bandwidth, shard):
-    """Parameters that other replicas update arrive before the next step; chunks are tuned for both."""
+    """Parameters that other replicas update must arrive before the next step; chunks are tuned for both layouts."""
     h100 = load_cluster("h100")
     cluster = replace(h100, devices_per_node=1, between=replace(h100.between, bandwidth=bandwidth))
     run = Run(model=Transformer(num_layers=2, hidden=128, heads=4, vocab=32000, sequence=128),
@@ -161,7 +161,7 @@ def test_the_plan_is_the_fastest_of_all_that_fit():
 
 
 def test_what_saves_memory_waits_for_its_turn():
-    """Little memory: the plan is the fastest of all variants that fit, each looked at by itself."""
+    """With little memory the plan is the fastest of all variants that fit, each predicted separately."""
     cluster = load_cluster("h100")
     small = replace(cluster, device=replace(cluster.device, memory_bytes=1_504_000_000))
     searched = ("microbatch", "recompute", "offload")
@@ -191,9 +191,9 @@ def test_memory_is_what_check_says(cluster, mesh, settings):
 
 
 def test_ranks_of_a_node_share_its_memory():
-    """Two nodes of three ranks: stages 0, 0, 1 and 1, 2, 2. Only the second kind of node is too small."""
+    """Two nodes of three ranks have stages 0, 0, 1 and 1, 2, 2, so the node that needs more decides."""
     cluster = replace(load_cluster("laptop"), devices_per_node=3, nodes=2)
-    run = replace(TINY, mesh=Mesh(pipe=3, col=2), pipeline=Pipeline(policy="1f1b"))  # which needs least
+    run = replace(TINY, mesh=Mesh(pipe=3, col=2), pipeline=Pipeline(policy="1f1b"))  # needs the least
     memory = predict(run, cluster).memory
     needed = [PROCESS_BYTES + entry.device_bytes + entry.host_bytes for entry in memory]
     nodes = sorted([2 * needed[0] + needed[1], needed[1] + 2 * needed[2]])
@@ -209,7 +209,7 @@ def test_a_mesh_that_may_not_change_has_as_many_ranks_as_are_planned_for():
 
 
 def test_what_does_not_fit_is_dropped_with_its_reason(monkeypatch):
-    """Where nothing is quick and fits the search goes on, even if more do not fit than it usually looks at."""
+    """If no fast candidate fits, the search continues beyond the number of candidates that it usually predicts."""
     monkeypatch.setattr(search_module, "_LOOKED_AT", 2)
     cluster = load_cluster("h100")
     small = replace(cluster, device=replace(cluster.device, memory_bytes=1_504_000_000))  # 4 MB are left
@@ -242,7 +242,7 @@ def test_what_is_asked_for_in_vain(tmp_path):
 
 
 def test_chunks_are_large_where_each_is_dear():
-    """TINY has 0.2 million parameters: with buckets of 2048 and one to a chunk a hundred chunks."""
+    """TINY has 0.2 million parameters: with buckets of 2048 and one bucket a chunk, a hundred chunks."""
     cluster = replace(load_cluster("h100"), chunk_seconds=1.0)
     run = replace(TINY, mesh=Mesh(data=4), optim=replace(TINY.optim, bucket_size=2048, chunk_buckets=1))
     best = search(run, cluster, 4, ("chunks",)).best[0]
@@ -268,7 +268,7 @@ def test_chunks_for_which_memory_makes_the_schedule_slower_are_left(monkeypatch)
 
 @pytest.mark.slow
 def test_where_cores_are_shared_alike_plans_are_ordered_by_what_waits(monkeypatch):
-    """Replicas before stages that are a little faster; with devices of their own the fastest comes first."""
+    """Replicas come before stages that are slightly faster; if ranks have their own devices, the fastest is first."""
     def together(found):
         return found.run.mesh.pipe * found.run.mesh.stage_size
 
@@ -286,7 +286,7 @@ def test_where_cores_are_shared_alike_plans_are_ordered_by_what_waits(monkeypatc
 
 
 def larger_cluster_in(text):
-    """Devices, nodes and mesh that are said to do."""
+    """Devices, nodes and mesh that the error suggests."""
     words = re.search(r"It fits ([\d,]+) devices \(([\d,]+) nodes\) as data (\d+) x pipe (\d+) x col (\d+), with", text)
     devices, nodes, *shape = (int(word.replace(",", "")) for word in words.groups())
     return devices, nodes, Mesh(**dict(zip(("data", "pipe", "col"), shape, strict=True)))
@@ -374,7 +374,7 @@ def test_the_command_plans_and_writes_a_run_that_can_be(capsys, tmp_path):
 
 
 def test_the_run_file_of_a_plan_says_what_differs_from_the_defaults_and_is_the_same_run(capsys, tmp_path):
-    """Also where a value of the user's is the default and the preset says another; nothing in it has no effect."""
+    """Also if the user's value is the default and the preset has another; every setting in it has an effect."""
     path = tmp_path / "best.toml"
     code, out, err = command(capsys, "plan", "smollm2-135m", "--cluster", "h100", "--ranks", "2", "--model.vocab",
                              str(read.settings()["model.vocab"].default), "--out", str(path), "--json")
@@ -390,7 +390,7 @@ def test_the_run_file_of_a_plan_says_what_differs_from_the_defaults_and_is_the_s
 
 
 def test_a_plan_chooses_the_number_format_where_nobody_did(capsys):
-    """And says so, and how to stay; with `--search` only what is named changes."""
+    """The output says so, and how to keep the format; with `--search` only the named settings change."""
     flags = ("plan", "gpt-tiny", "--cluster", "h100", "--ranks", "1")
     said = "The plan uses bf16, in which this device computes faster"
     out = command(capsys, *flags)[1]
@@ -402,11 +402,11 @@ def test_a_plan_chooses_the_number_format_where_nobody_did(capsys):
         capsys, *flags, "--search", "mesh")[1]
     assert "batch 32 of 128 tokens\n" in command(capsys, *flags, "--search", "mesh,precision")[1]
     out = command(capsys, "plan", "gpt-tiny", "--cluster", "laptop", "--ranks", "1", "--json")[1]
-    assert json.loads(out)["plans"][0]["precision"] == "fp32", "where bf16 is no faster"
+    assert json.loads(out)["plans"][0]["precision"] == "fp32", "bf16 is no faster here"
 
 
 def test_what_is_measured_orders_the_plan(monkeypatch):
-    """The prediction's third is the best of the three that are run; the fourth is corrected and not overtaken."""
+    """The third plan by prediction is the fastest of the three measured; the others' predictions are corrected."""
     plan = plan_for_four()
     real = {id(found.run): factor * found.cost.seconds
             for found, factor in zip(plan.best, (9.0, 6.0, 5.0), strict=False)}
@@ -425,7 +425,7 @@ def test_what_is_measured_orders_the_plan(monkeypatch):
 
 
 def test_the_one_that_was_measured_stays_first(monkeypatch):
-    """However the others were predicted: they were not measured."""
+    """Whatever the predictions of the others, which were not measured."""
     plan = plan_for_four()
     plan = replace(plan, best=(plan.best[1], plan.best[0], *plan.best[2:]))
     monkeypatch.setattr(trial, "step_seconds", lambda run, folder: 1.0)
@@ -472,7 +472,7 @@ def test_the_command_prints_json(capsys):
 
 
 def test_memory_against_speed_of_the_best_plan(capsys, tmp_path):
-    """As `check` shows it for the run file that is written."""
+    """The same table as `check` shows for the written run file."""
     words = ["gpt-tiny", "--mesh.data", "1", "--mesh.pipe", "4", "--pipeline.memory", "1.5"]
     code, out, _ = command(capsys, "plan", *words, "--cluster", "h100", "--search", "recompute", "--explain",
                            "--out", str(tmp_path / "best.toml"))
@@ -555,7 +555,7 @@ def test_searched_settings_have_names():
 
 @pytest.mark.slow
 def test_the_table_tells_apart_what_it_ranks():
-    """Columns for what differs between its rows, and for nothing else."""
+    """It has columns only for settings that differ between its rows."""
     def headers(plan):
         return set(report.table(plan).header)
 

@@ -1,5 +1,5 @@
-"""Every setting of a run changes its predicted step or its predicted memory, or is listed here with the reason: a walk
-over all fields, which finds a new setting by itself."""
+"""Every setting of a run changes its predicted step or its predicted memory, or is listed here with the reason. The
+test walks over all fields, so it finds new settings automatically."""
 
 import types
 from dataclasses import fields, is_dataclass, replace
@@ -30,13 +30,13 @@ VALUES = {
     "model.nope_layers": [(0,)], "model.window": [16], "model.dropout": [0.1], "model.intermediate": [512],
     "model.head_dim": [32], "model.norm_offset": [1], "model.rope_factor": [2.0], "model.window_rope_base": [5e3],
     "model.rope_limits": [(2.0, 3.0)], "lora.targets": [("query",)]}
-"""Other values than those that the type gives."""
+"""Values to use instead of those derived from the type."""
 LORA, YARN = {"lora.rank": 8}, {"model.rope_scaling": "yarn", "model.rope_positions": 64}
 BERT = {"model.family": "bert", "data.task": "classification", "model.num_classes": 2}
 VIT = {"model.family": "vit", "data.task": "images", "model.num_classes": 10}
 STAGES = {"mesh": Mesh(pipe=2)}
 UNGUARDED, WINDOW = {"guard.bad_step": "none"}, {"model.window": 16}
-WHOLE = UNGUARDED | {"optim.shard": False}  # where parameters are gathered, updates fit in beside
+WHOLE = UNGUARDED | {"optim.shard": False}  # while parameters are gathered, updates cost no time
 BESIDE = {
     "optim.offload_share": {"optim.offload": "hybrid"}, "optim.buckets_in_flight": {"optim.offload": "stream"},
     "guard.bad_step": {"optim.shard": False}, "optim.clip_norm": WHOLE,
@@ -50,7 +50,7 @@ BESIDE = {
     **dict.fromkeys(("model.full_every", "model.full_layers", "model.window_rope_base"), WINDOW),
     **dict.fromkeys(("model.rope_factor", "model.rope_positions", "model.rope_limits", "model.rope_magnitude"), YARN),
     **dict.fromkeys(("lora.alpha", "lora.dropout", "lora.targets", "lora.method", "lora.base_format"), LORA)}
-"""Settings without which others do nothing, or not what this model and these meshes would show."""
+"""Settings without which other settings have no effect, or none that shows with this model and these meshes."""
 
 NUMBERS = "a number of the update, or of the model, with which the same is computed"
 NOT_OF_A_STEP = "beside the steps: how often, how long, where, and what is told"
@@ -75,12 +75,12 @@ LISTED = {
         "model.options", "optim.options", "model.pretrained", "model.preset", "lora.adapters"),
     "the host's waits and cores are not predicted": ("pipeline.look_ahead", "launch.threads"),
     "which kernels are not deterministic is not known": ("deterministic",)}
-"""Settings of which a prediction shows nothing, by the reason."""
+"""Settings that change no prediction, by reason."""
 WHY = {name: reason for reason, names in LISTED.items() for name in names}
 
 
 def annotations():
-    """Each setting's name and type, with all sections of a run."""
+    """Name and type of each setting in all sections of a run."""
     for field, hint in get_type_hints(ResolvedRun, include_extras=True).items():
         if is_dataclass(section := getattr(ALONE, field)) and field != "mesh":
             hints = get_type_hints(type(section), include_extras=True)
@@ -106,7 +106,7 @@ def changed(run, values):
 
 
 def others(hint, value):
-    """Values of such a type that differ from `value`."""
+    """Values of the type `hint` that differ from `value`."""
     if get_origin(hint) is Literal:
         return [one for one in get_args(hint) if one != value]
     if hint is bool:
@@ -134,7 +134,7 @@ def predicted(run):
 
 
 def comparisons(name, runs=RUNS):
-    """(step, memory) of a run with a value of the setting and with another one, wherever it could matter."""
+    """(step, memory) with one value of the setting and with another, in every run in which it could matter."""
     for base in (changed(run, BESIDE.get(name, {})) for run in runs):
         if name in effects.CONDITIONS and effects.CONDITIONS[name](base):
             continue

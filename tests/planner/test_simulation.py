@@ -38,7 +38,7 @@ def test_the_closed_form_holds_for_equal_stages_without_messages(policy, pipe, c
 
 @pytest.mark.parametrize(("pipe", "count"), [(1, 1), (2, 1), (2, 8), (4, 3), (4, 16), (8, 64)])
 def test_weight_gradients_that_wait_fill_the_end(pipe, count):
-    """The closed form is the least that can be; the engine's schedule is at most a tenth above it."""
+    """The closed form is a lower bound; the engine's schedule is at most a tenth above it."""
     least = passage([STAGE] * pipe, count, MessageDriven(), pipe, exact=False).seconds
     assert least == max(2 * (count - 1) + 2 * pipe + 1, pipe - 1 + 3 * count)
     real = simulate([STAGE] * pipe, count, MessageDriven(), pipe, defer_bytes="auto").seconds
@@ -67,10 +67,10 @@ def test_short_simulations_give_the_long_one(data):
 
 
 def test_the_dearest_stage_and_the_in_flight_limit_bound_the_closed_form():
-    """The second stage waits for one forward and is followed by one backward."""
+    """The second, slowest stage waits for one forward and is followed by one backward."""
     assert closed_form([1.0, 3.0, 2.0], 10, 3) == 1 + 10 * 3
     slow = Way(transfer=(0.0, 0.0), latency=(5.0, 5.0))
-    assert closed_form([1.0, 3.0, 2.0], 10, 2, slow) == 4 * 26 + 24 + 2 * 2, "four whole rounds, and two that follow"
+    assert closed_form([1.0, 3.0, 2.0], 10, 2, slow) == 4 * 26 + 24 + 2 * 2, "four full rounds, and two more"
     busy = Way(transfer=(4.0, 0.0), latency=(0.0, 0.0))
     assert closed_form([1.0, 3.0, 2.0], 10, 10, busy) == 9 * 4 + 6 + 8
 
@@ -78,8 +78,8 @@ def test_the_dearest_stage_and_the_in_flight_limit_bound_the_closed_form():
 @given(st.data())
 @settings(max_examples=60, deadline=None, derandomize=True)
 def test_no_schedule_is_faster_than_the_closed_form(data):
-    """Of few microbatches on uneven stages, too, with messages, few in flight, and backwards that take longer where
-    they defer."""
+    """Also with few microbatches on uneven stages, with messages, few in flight, and backwards that take longer if they
+    defer."""
     pipe, count = data.draw(st.integers(1, 5)), data.draw(st.integers(1, 12))
     seconds, stages = st.sampled_from([0.0, 0.1, 1.0, 3.0]), list[StageTimes]()
     policy = data.draw(st.sampled_from(POLICIES))
@@ -97,7 +97,7 @@ def test_no_schedule_is_faster_than_the_closed_form(data):
 
 
 def test_messages_of_an_edge_wait_for_each_other():
-    """gpipe sends its forwards back to back: the edge is busy 4 for each, the stage computes 1."""
+    """gpipe sends its forwards back to back: each keeps the edge busy for 4 s, and the stage for 1 s."""
     found = simulate([STAGE] * 2, 3, GPipe(), 3, transfer=4.0)
     starts = [start for action, start, _ in found.actions[1] if action.kind == "F"]
     assert starts == [5.0, 9.0, 13.0]
@@ -130,8 +130,8 @@ def test_replicas_without_noise_are_all_alike():
 @pytest.mark.slow
 @pytest.mark.parametrize("stage_size", quick(1, [1, 4]))
 def test_many_random_replicas_by_a_few(stage_size):
-    """48 of 300 replicas tell about what all 300 take: to 5 % on average, of which the slowest of all, itself a matter
-    of chance, is a part."""
+    """48 of 300 replicas predict the time of all 300 to 5 % on average; part of the error is that the slowest of all is
+    itself random."""
     errors = []
     for seed in range(6):
         noise = Noise(jitter=0.4, seed=seed)
@@ -147,7 +147,7 @@ def test_many_random_replicas_by_a_few(stage_size):
 @pytest.mark.parametrize("policy", quick(1, POLICIES), ids=lambda policy: policy.name)
 @pytest.mark.parametrize("slow", quick(1, [{}, {(1, 2): 1.5}]), ids=["alike", "one slow"])
 def test_long_batches_by_their_first_part(policy, slow, monkeypatch):
-    """256 of 1000 microbatches tell what all take, to 2 % on average over seeds."""
+    """256 of 1000 microbatches predict the time of all to 2 % on average over seeds."""
     def run(seed):
         return simulate_step([STAGE] * 4, 1000, policy, 4, replicas=3, noise=Noise(jitter=0.3, slow=slow, seed=seed))
 
@@ -182,7 +182,7 @@ def test_a_slow_stage_of_one_replica_is_seen_wherever_it_is():
     for replica in (0, 57):
         slow = simulate_step([STAGE] * 2, 8, MessageDriven(), 2, replicas=100, noise=Noise(slow={(replica, 1): 2.0}))
         assert slow.seconds > 1.6 * quick.seconds and slow.sampled == 2
-        assert slow.shown.seconds == slow.seconds  # the one to look at
+        assert slow.shown.seconds == slow.seconds  # the slowest replica is shown
         found.append((slow.seconds, slow.bubble_fraction))
     assert found[0] == pytest.approx(found[1])
 
@@ -210,7 +210,7 @@ def test_runs_that_fail():
     assert never.share == pytest.approx(100 / 105) and never.failures_per_day == pytest.approx(100 / 1e12 * 86400)
     failures = Failures(mtbf_seconds=1e6, restart_seconds=60.0, checkpoint_steps=50, stall_seconds=5.0)
     found = goodput(1.0, 1000, failures)  # one failure in 1,000 s
-    # After 1,000 s a restart; of these 1,060 s on average half an interval is lost, and 5 of each 55 are checkpoints.
+    # A restart after 1,000 s; on average half an interval of these 1,060 s is lost, and 5 of each 55 s are checkpoints.
     assert found.share == pytest.approx((1 - (60 + 27.5) / 1060) * 50 / 55, abs=0.001)
     assert goodput(1.0, 1000, Failures(mtbf_seconds=1e3, restart_seconds=60.0)).share < 0.02
 
@@ -223,6 +223,6 @@ def test_the_best_interval_is_where_least_is_lost():
                                                    stall_seconds=5.0)).share for steps in (10, 30, 90, 98, 106, 300)}
     assert max(shares, key=shares.get) == 98
     slow = Failures(mtbf_seconds=mtbf, stall_seconds=0.01, write_seconds=40.0)
-    assert goodput(step, ranks, slow).best_steps == 40  # by Daly's formula 4, while the one before is being written
+    assert goodput(step, ranks, slow).best_steps == 40  # 4 by Daly's formula, which ignores writing
     assert goodput(step, ranks, replace(slow, checkpoint_steps=4)).share < 4 / 40
     assert best_interval(5000.0, 10.0) == 10.0 and DIRECT.round_trip == 0

@@ -1,4 +1,4 @@
-"""The messages between stages on a cluster, and what they change of the schedule's limits."""
+"""The messages between stages on a cluster, and how they change the schedule's limits."""
 
 from dataclasses import replace
 from functools import partial
@@ -28,16 +28,16 @@ RUN = ResolvedRun(model=Transformer(num_layers=16, hidden=1024, heads=16, vocab=
                   batch=Batch(global_size=16, microbatch_size=1), mesh=Mesh(pipe=4), launch=Launch(device="cuda"),
                   pipeline=Pipeline(memory=2.0))
 H100, WORK = load_cluster("h100"), Work()
-H100 = replace(H100, device=replace(H100.device, operation_seconds=0.0))  # launches take longer than so small kernels
+H100 = replace(H100, device=replace(H100.device, operation_seconds=0.0))  # launches take longer than such small kernels
 
 
 def linked(seconds):
-    """A node for each device; a message takes so long, whatever its size."""
+    """A node for each device; a message takes `seconds`, whatever its size."""
     return replace(H100, nodes=64, devices_per_node=1, between=Link(bandwidth=1e24, latency_seconds=seconds))
 
 
 def forward_seconds(run):
-    """Of the slowest stage."""
+    """Forward seconds of the slowest stage."""
     return max(sum(H100.device.seconds(block.kernels, run.precision) for block in blocks)
                for blocks in WORK.stages(run))
 
@@ -62,7 +62,7 @@ def test_messages_are_those_of_the_slowest_edge_beside_the_slowest_stage():
     (Mesh(pipe=3, col=4), 4, [4, 4]), (Mesh(pipe=3, col=4), 8, [1, 4]), (Mesh(pipe=3, col=4), 2, [1, 1]),
     (Mesh(pipe=2, col=4), 8, [1]), (Mesh(pipe=4), 1, [1, 1, 1]), (Mesh(data=2, pipe=3, col=4), 8, [1, 1])], ids=str)
 def test_columns_send_parts_where_a_message_leaves_the_node_that_they_share(mesh, per_node, parts):
-    """Of two replicas of three stages on nodes of two stages, one leaves a node where the other one does not."""
+    """Two replicas of three stages on nodes of two stages: at each edge only one replica's messages leave the node."""
     run, cluster = replace(RUN, mesh=mesh, tensor=TensorParallel(scheme="megatron")), replace(
         H100, devices_per_node=per_node)
     assert edge_parts(run, cluster) == parts
@@ -88,8 +88,8 @@ def test_parts_take_less_of_the_link_between_nodes_and_then_a_gather():
     pytest.param(2, 2.0, 0.0, marks=pytest.mark.slow), (4, 2.0, 0.05),
     pytest.param(8, 2.0, 0.04, marks=pytest.mark.slow), (4, 1.1, 0.0)])
 def test_slow_links_have_more_in_flight_and_no_slower_step(pipe, memory, gain):
-    """memory: 1.1 times that of 1F1B has no room for more. gain: of a step, over limits that know nothing of links;
-    those that do are chosen for times that vary, and without delays may be 3 % slower."""
+    """memory: 1.1 times 1F1B's memory allows no more in flight. gain: of a step, over limits that ignore links; limits
+    that consider them are chosen for varying times, and may be 3 % slower without delays."""
     run = replace(RUN, mesh=Mesh(pipe=pipe), pipeline=Pipeline(memory=memory))
     stages, forward = WORK.stages(run), forward_seconds(run)
     segments, limits = recomputed_runs(run, stages), []
@@ -103,7 +103,7 @@ def test_slow_links_have_more_in_flight_and_no_slower_step(pipe, memory, gain):
 
 
 def test_a_plans_memory_and_checks_are_of_the_same_limits(tmp_path):
-    """With more in flight than for fast links, more is stored."""
+    """More microbatches are in flight than for fast links, so more is stored."""
     slow = linked(forward_seconds(RUN))
     write_cluster(slow, tmp_path / "slow.toml")
     stored = {name: [entry.device["activations"] for entry in each] for name, each in (
@@ -116,7 +116,7 @@ def test_a_plans_memory_and_checks_are_of_the_same_limits(tmp_path):
 
 @pytest.mark.parametrize("mesh", [Mesh(pipe=4, col=4), Mesh(pipe=4, row=2, col=2)], ids=str)
 def test_weight_gradients_wait_on_a_tensor_mesh_only_where_that_pays(mesh):
-    """By the law of steps; an engine decides the same where `launch.cluster` names the cluster, and otherwise as where
+    """By the cost model of steps; an engine decides the same if `launch.cluster` names the cluster, and otherwise as if
     nothing is known."""
     run = replace(RUN, mesh=mesh, tensor=TensorParallel(sequence_sharding=True), launch=replace(
         RUN.launch, cluster="h100"), batch=replace(RUN.batch, microbatch_size=RUN.batch.microbatch_size * mesh.row))

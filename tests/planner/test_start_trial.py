@@ -1,4 +1,4 @@
-"""The trial before a run: which plans are run, and what is chosen for made-up times. Nothing here asserts speed."""
+"""The trial before a run: which plans are run, and which is chosen for made-up times. Nothing here asserts speed."""
 
 import json
 from dataclasses import replace
@@ -23,7 +23,7 @@ OPEN = Run(mesh=MeshSettings(data="auto", pipe="auto"), batch=Batch(global_size=
 
 
 def chosen(run, seconds_of, ranks=2):
-    """The plan for two cores, which of them were run, and what was told."""
+    """The plan that is chosen for two cores, the meshes that were tried, and the messages."""
     tried, told = [], []
 
     def measure(found):
@@ -41,11 +41,11 @@ def chosen(run, seconds_of, ranks=2):
 
 @pytest.mark.parametrize("fastest", [Mesh(data=2), Mesh(pipe=2), Mesh()])
 def test_the_fastest_of_the_best_plans_and_of_one_rank(fastest):
-    """Each mesh once, with its best microbatch; what is slowest in a prediction may be fastest here."""
+    """Each mesh is tried once, with its best microbatch; the slowest by prediction may be the fastest."""
     found, tried, told = chosen(OPEN, lambda run: 1.0 if run.mesh == fastest else 2.0)
     assert found.mesh == fastest
     assert {str(mesh) for mesh in tried} == {str(mesh) for mesh in (Mesh(data=2), Mesh(pipe=2), Mesh())}
-    assert tried[0] == Mesh(data=2), "as predicted for two cores"
+    assert tried[0] == Mesh(data=2), "the best by prediction for two cores"
     assert len(told) == 4 and all(line.startswith("trial of data ") and "predicted" in line for line in told[:3])
     assert told[-1] == f"chosen: data {fastest.data} x pipe {fastest.pipe}, microbatches of " \
                        f"{found.batch.microbatch_size}"
@@ -67,7 +67,7 @@ def test_what_is_given_stays():
     assert found.mesh == Mesh(data=2)
     found, tried, _ = chosen(replace(OPEN, mesh=MeshSettings(data="auto", pipe=2)), lambda run: 1.0)
     assert found.mesh == Mesh(pipe=2)
-    assert {mesh.pipe for mesh in tried} == {2}, "one rank is no pipeline of two"
+    assert {mesh.pipe for mesh in tried} == {2}, "one rank cannot be a pipeline of two"
 
 
 def test_a_plan_that_cannot_be_run_is_left_out():
@@ -75,17 +75,17 @@ def test_a_plan_that_cannot_be_run_is_left_out():
     assert found.mesh == Mesh()
     assert any("could not be measured" in line for line in told)
     found, _, told = chosen(OPEN, lambda run: None)
-    assert found.mesh == Mesh(data=2), "the best prediction"
+    assert found.mesh == Mesh(data=2), "the best by prediction"
 
 
 def test_short_runs_have_no_trial():
-    """It would take longer than it is likely to save."""
+    """The trial would take longer than it is likely to save."""
     found, tried, told = chosen(replace(OPEN, train=Train(steps=20)), lambda run: 1.0)
     assert tried == [] and found.mesh == Mesh(data=2)
     assert told[0].startswith("no trial of meshes: 3 would take about ")
     with_samples = replace(OPEN, train=Train(epochs=2), data=Data(task="classification", train_samples=40))
     assert known_steps(with_samples) == 5
-    assert known_steps(replace(with_samples, data=Data(train_samples=40))) is None  # texts have as many as they have
+    assert known_steps(replace(with_samples, data=Data(train_samples=40))) is None  # a text's number is unknown
 
 
 def test_no_trial_where_none_is_asked_for():
@@ -99,8 +99,8 @@ def test_where_gpus_plan_no_rank_is_alone():
 
 
 def test_a_run_is_told_what_was_tried_and_keeps_it(tmp_path, monkeypatch, capfd):
-    """The run of one rank really trains; times are made up. A resumed run takes the plan of its folder, and tries
-    nothing."""
+    """The run of one rank really trains; times are made up. A resumed run uses the plan in its folder, without a
+    trial."""
     measured, times = [], iter((1.0, 0.5))
 
     def measure(run):
@@ -129,7 +129,7 @@ def test_a_run_is_told_what_was_tried_and_keeps_it(tmp_path, monkeypatch, capfd)
 
 
 def test_data_that_cannot_be_read_is_one_error_before_any_trial(tmp_path, monkeypatch, capfd):
-    """Its first lines are right, so that only a reader of all of it finds out."""
+    """Its first lines are valid, so that only reading all of it finds the error."""
     class Here(StartTrial):
         def __init__(self, tell):
             super().__init__(tell, measure=lambda run: pytest.fail("a trial without data"))

@@ -1,4 +1,4 @@
-"""What a plan answers beyond a mesh: days, money, devices, other numbers, other clusters, job files."""
+"""What a plan reports in addition to a mesh: days, money, devices, other numbers, other clusters, job files."""
 
 import json
 import re
@@ -96,7 +96,7 @@ def test_sums_of_dollars(text, dollars):
     (["--price", "2", "--price", "1"], "repeated-option", "2.0, 1.0"),
     (["--nodes", "2", "--nodes", "1"], "repeated-option", "2, 1")])
 def test_options_of_a_training_that_are_refused(flags, code, value, capsys):
-    """As JSON, which has no NaN."""
+    """The error is JSON, which has no NaN."""
     flags = ["plan", "gpt-tiny", "--cluster", "h100", "--cluster", "a100", "--tokens", "1B", "--json", *flags]
     assert run_command(flags) == 2
     problem, = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)["errors"]
@@ -104,7 +104,7 @@ def test_options_of_a_training_that_are_refused(flags, code, value, capsys):
 
 
 def test_no_number_of_devices_is_left_out_that_may_be_in_time():
-    """Though a plan may be in another number format than the run, or leave out gradients of frozen weights."""
+    """Although a plan may use another number format than the run, or skip gradients of frozen weights."""
     cluster, goal = priced(), Goal(tokens=1e12)
     least = _least_days(RUN, cluster, goal, 4)
     found = search(replace(RUN, precision="bf16"), cluster, 4, ("mesh",)).best[0]
@@ -128,14 +128,14 @@ def test_days_money_and_power_follow_from_the_step():
     assert failing.goodput < 1 and failing.days == pytest.approx(whole.days / failing.goodput)
     assert failing.best_checkpoint_steps == failing.checkpoint_steps >= 1 and whole.checkpoint_steps == 100
     short = training(found, cluster, Goal(tokens=2 * found.cost.tokens, mtbf_hours=1e6))
-    assert short.best_checkpoint_steps == short.steps == 2, "a run is not shorter than its interval"
+    assert short.best_checkpoint_steps == short.steps == 2, "the interval is not longer than the run"
     own = training(found, cluster, Goal(tokens=3e11, mtbf_hours=100.0, keeps_interval=True))
     assert own.checkpoint_steps == 100 and own.best_checkpoint_steps == failing.best_checkpoint_steps
     assert own.goodput != failing.goodput and own.days == pytest.approx(whole.days / own.goodput)
 
 
 def test_the_fewest_devices_that_are_in_time(here, capsys):
-    """More devices take less time and cost more, so that a deadline between two numbers is met by the larger one."""
+    """More devices take less time and cost more, so a deadline between two times needs the larger number."""
     goals = [Goal(tokens=1e12)] * 2
     few, many = (planned(capsys, here, ranks=count, goal=goal)["training"] for count, goal in zip(
         (2, 4), goals, strict=True))
@@ -149,11 +149,11 @@ def test_the_fewest_devices_that_are_in_time(here, capsys):
         planned(capsys, here, goal=Goal(tokens=1e12, deadline_days=between, budget=few["dollars"]))
     with raises("deadline-too-early", 2):
         planned(capsys, here, ranks=2, goal=Goal(tokens=1e12, deadline_days=between))
-    with raises("budget-too-small", 2):  # what the fewest devices cost
+    with raises("budget-too-small", 2):  # the cost of the fewest devices
         planned(capsys, here, goal=Goal(tokens=1e12, budget=1e-9))
     with raises("budget-too-small", 4):
         planned(capsys, here, ranks=4, goal=Goal(tokens=1e12, budget=1e-9))
-    with raises("unknown-search"):  # of every number of devices, and nothing about the deadline
+    with raises("unknown-search"):  # an error for every number of devices, not one about the deadline
         plan("small", RUN, [here], Request(searched="nothing", goal=Goal(tokens=1e12, deadline_days=between)))
 
 
@@ -192,7 +192,7 @@ def test_what_cannot_be_asked(asked, code):
 
 
 def test_the_run_file_trains_on_the_tokens_that_were_asked_for(here, tmp_path, capsys):
-    """And the page has its days and steps; at a price that no file has."""
+    """The page also has its days and steps, at a price that no file has."""
     out, html, goal = tmp_path / "run.toml", tmp_path / "page.html", Goal(tokens=1e9, mtbf_hours=100.0)
     plan("small", RUN, [here], Request(searched="mesh", ranks=8, goal=goal, price=3.0, out=out, out_html=html))
     steps = -(-10**9 // (16 * 32))
@@ -208,7 +208,7 @@ def test_the_run_file_trains_on_the_tokens_that_were_asked_for(here, tmp_path, c
 
 
 def test_the_table_has_one_line_for_what_differs_in_where_states_are_alone():
-    """So that a runner-up is another mesh; unless nothing else differs."""
+    """So the runner-up is another mesh, unless nothing else differs."""
     plan = search(replace(RUN, mesh=MeshSettings(data="auto", pipe="auto")), priced(), 8, ("mesh",))
     first, second = plan.best[:2]
     same = replace(first, run=replace(first.run, optim=replace(first.run.optim, offload="host")))
@@ -230,7 +230,7 @@ def test_what_needs_far_more_memory_than_there_is_is_not_told():
 
 
 def test_why_a_candidate_lost_adds_up():
-    """To the difference of two steps, where all parts are named."""
+    """The named parts add up to the difference of the two steps."""
     plan = search(replace(RUN, mesh=MeshSettings(data="auto", pipe="auto")), priced(), 8, ("mesh",))
     assert len(plan.best) > 2
     for found in plan.best[1:]:
@@ -281,7 +281,7 @@ def test_a_job_file_beside_the_run(here, tmp_path, capsys, monkeypatch):
     assert "srun --kill-on-bad-exit=1 --cpus-per-task=$((SLURM_CPUS_ON_NODE / 2)) ranvier" in batch
     slow = resolve(replace(RUN, mesh=Mesh(data=8)))
     batch = write_job("slurm", slow, load_cluster("h100"), tmp_path / "slurm.toml", 52.7).read_text()
-    assert "--signal=USR1@240\n" in batch  # two steps, and two minutes to save
+    assert "--signal=USR1@240\n" in batch  # two steps, and two minutes for saving
     batch = write_job("slurm", resolve(RUN, Facts(mesh=Mesh(data=4))), load_cluster("h100"), tmp_path / "slurm.toml",
                       1.0).read_text()
     assert "--ntasks-per-node=4\n" in batch and "--exclusive" not in batch and "--cpus-per-task" not in batch
@@ -290,7 +290,7 @@ def test_a_job_file_beside_the_run(here, tmp_path, capsys, monkeypatch):
     batch = write_job("slurm", elsewhere, load_cluster("h100"), tmp_path / "slurm.toml", 1.0).read_text()
     newest = next(line for line in batch.splitlines() if line.startswith("newest()"))
     found = subprocess.run(["bash", "-c", f"{newest}\nnewest"], capture_output=True, text=True, check=True).stdout
-    assert found == f"{tmp_path}/saved here/step-20\n"  # a job that finds none is not put back into the queue
+    assert found == f"{tmp_path}/saved here/step-20\n"  # a job that finds no checkpoint is not requeued
     monkeypatch.setattr("ranvier.planner.job_files.saved_bytes", lambda run: 988e9)
     batch = write_job("slurm", slow, load_cluster("h100"), tmp_path / "slurm.toml", 1.0).read_text()
     assert "--signal=USR1@660\n" in batch and "988.0 GB at 2 GB/s" in batch
