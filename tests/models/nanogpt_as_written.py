@@ -1,6 +1,6 @@
 """A GPT whose forward is written as nanoGPT's (Andrej Karpathy, MIT), with torch's transformer layers as its blocks.
 
-It is a file of its own, since pytest rewrites the assertions of tests, and that of this forward is traced.
+It has its own file, because pytest rewrites the assertions of tests, and this forward's assertion is traced.
 """
 
 from dataclasses import dataclass
@@ -22,8 +22,8 @@ class GPTConfig:
 
 
 class GPT(nn.Module):
-    """nanoGPT's model (Andrej Karpathy, MIT), with torch's transformer layers in place of its blocks. Its forward is as
-    nanoGPT has it, since how it is written is what blocks are made of."""
+    """nanoGPT's model (Andrej Karpathy, MIT), with torch's transformer layers instead of its blocks. Its forward is
+    nanoGPT's, since blocks are cut from the code as it is written."""
 
     def __init__(self, config):
         super().__init__()

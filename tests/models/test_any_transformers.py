@@ -1,4 +1,4 @@
-"""The family `transformers`: a folder of another architecture trains, leaves and writes as transformers' own model."""
+"""The family `transformers`: a folder of another architecture trains, exports and generates as transformers' model."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ KINDS = {
     "GPTNeoX": {},
 }
 CLOSE = {"GPTNeoX": 1e-10, "Cohere": 1e-6, "Mixtral": 1e-5, "Mamba": 1e-5}
-"""Of gradients: transformers computes some norms, and states, in fp32 whatever the model's format."""
+"""Tolerances of gradients: transformers computes some norms and states in fp32 whatever the model's format."""
 
 
 @pytest.fixture(scope="module")
@@ -72,7 +72,7 @@ def settings(folder):
 
 @pytest.mark.parametrize("kind", first(["Mixtral", "GPTNeoX"], KINDS))
 def test_gradients_on_replicas_and_stages(folder_of, kind):
-    dtype = torch.float32 if kind == "Mixtral" else torch.float64  # torch has products of experts for no wider format
+    dtype = torch.float32 if kind == "Mixtral" else torch.float64  # torch has no products of experts in wider formats
     folder = folder_of(kind)
     ids = torch.randint(2, 290, (4, 2, 13), generator=torch.Generator().manual_seed(1))
     theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).train()
@@ -157,7 +157,7 @@ def test_out_again_to_the_bit_and_texts_as_transformers(folder_of, run, tmp_path
 
 @pytest.mark.slow
 def test_adapters(folder_of, run, tmp_path):
-    """They leave under transformers' names, and merged."""
+    """Adapters are exported under transformers' names, and merged."""
     peft = pytest.importorskip("peft")
     trained(replace(run, lora=Lora(rank=2, alpha=4, targets=("layer.self_attn.q_proj", "layer.mlp.down_proj")),
                     train=replace(run.train, learning_rate=0.1)))
@@ -187,7 +187,7 @@ def changed(folder, tmp_path, *, without=(), more=(), **keys):
     return str(tmp_path / "changed")
 
 
-@pytest.mark.parametrize("kind", ["Cohere", "GPTNeoX"])  # with a head that is the embedding, and with one of its own
+@pytest.mark.parametrize("kind", ["Cohere", "GPTNeoX"])  # with a tied head, and with a head of its own
 def test_flops_are_those_counted(folder_of, kind):
     config = settings(folder_of(kind))
     with torch.device("meta"):
@@ -236,7 +236,7 @@ def test_settings_of_the_folder(folder_of, tmp_path):
         sizes_of(str(tmp_path))
     config = settings(changed(folder_of("Cohere"), tmp_path))
     assert form_of(config).write(config, "tokens")["model_type"] == "cohere"
-    ended = replace(config, untied=True)  # as where one end has frozen
+    ended = replace(config, untied=True)  # as after one end has frozen
     name, = form_of(ended).places(ended, "tokens").keys() - form_of(config).places(config, "tokens").keys()
     assert form_of(config).tied(config) == {name: "embedding.model.model.embed_tokens.weight"}
     assert form_of(ended).places(ended, "tokens")[name].names == ("lm_head.weight",)

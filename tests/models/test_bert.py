@@ -29,7 +29,7 @@ from tests.hf_peers import (
 
 
 def inputs_of(batch=3, length=9, vocab=37, seed=3):
-    """Random tokens of two texts, with more padding in each sample. Token 0 is padding there, and has no gradient."""
+    """Random tokens of two texts, with more padding in each sample. Token 0 is transformers' padding: no gradient."""
     generator = torch.Generator().manual_seed(seed)
     lengths = torch.tensor([length - 2 * sample for sample in range(batch)])
     place = torch.arange(length)
@@ -72,7 +72,7 @@ def test_spans_equal_transformers_without_padding(tmp_path):
 
 
 def test_spans_have_no_part_in_padding(tmp_path):
-    """Scores of tokens are transformers', those of padding are not; the loss is one over the tokens alone."""
+    """Scores of tokens are those of transformers, unlike those of padding; the loss is computed over tokens only."""
     model = peer("BertForQuestionAnswering", **BERT)
     blocks = blocks_of(bert.bert(Pretrained(saved(model, tmp_path)).config, "span", dtype=torch.float64),
                        Pretrained(tmp_path))
@@ -91,7 +91,7 @@ def test_spans_have_no_part_in_padding(tmp_path):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 def test_padding_is_no_number_too_large(dtype):
-    """The least number of a format survives the loss and its gradients."""
+    """A score of the format's lowest number leaves the loss and its gradients finite."""
     blocks = {name: build() for name, build in bert.bert(tiny(), "span", dtype=dtype).blocks.items()}
     target = torch.tensor([1, 2, 0])
     total, weight = SpanLoss()(forward(blocks, inputs_of()), {"start": target, "end": target})
@@ -116,7 +116,7 @@ def test_padding_changes_nothing(head):
 
 @pytest.mark.parametrize("head", ["classes", "span"])
 def test_a_sample_of_padding_alone_is_no_nan(head):
-    """Its first token counts as one, so it has something to attend to."""
+    """Its first position counts as a token, so that attention has a key."""
     model = bert.bert(tiny(), head, dtype=torch.float64)
     blocks = {name: build() for name, build in model.blocks.items()}
     inputs = {name: torch.zeros(2, 5, dtype=torch.int64) for name in ("ids", "mask", "types")}
@@ -142,7 +142,7 @@ def test_masks_may_be_bool_and_the_state_is_a_dict():
 
 
 def test_dropout_is_keyed_and_has_its_places():
-    """Embedding, each sublayer's output, and what the classifier sees."""
+    """Dropout is at the embedding, at each sublayer's output, and at the classifier's input."""
     blocks = {name: build() for name, build in bert.bert(tiny(dropout=0.5), "classes").blocks.items()}
     inputs = inputs_of()
 
@@ -208,7 +208,7 @@ def test_flops_count_the_layers_products():
                               {"start": torch.zeros(1, dtype=torch.int64), "end": torch.zeros(1, dtype=torch.int64)})
         total.backward()
     head = 3 * 2 * config.sequence * config.hidden * 2
-    attention = 12 * config.num_layers * config.sequence**2 * config.hidden  # whose CPU kernel may not be counted
+    attention = 12 * config.num_layers * config.sequence**2 * config.hidden  # its CPU kernel may not be counted
     assert counter.get_total_flops() - head in (bert.flops_per_sequence(config),
                                                 bert.flops_per_sequence(config) - attention)
     assert bert.flops_per_sequence(config, recomputed=True) == 4 / 3 * bert.flops_per_sequence(config)

@@ -1,4 +1,4 @@
-"""Whole modules as blocks: on every mesh the outputs and raw gradients of the module under plain PyTorch."""
+"""Modules cut into blocks have the module's outputs and raw gradients of plain PyTorch on every mesh."""
 
 import copy
 import enum
@@ -39,12 +39,12 @@ MESHES = [Mesh(), Mesh(pipe=2), Mesh(pipe=4), Mesh(data=2, pipe=2)]
 
 
 def summed(outputs, targets):
-    """The loss of all examples."""
+    """The loss used by all examples."""
     return functional.cross_entropy(outputs, targets, reduction="sum"), targets.numel()
 
 
 def plain_gradients(module, batches, loss):
-    """Gradients of plain PyTorch by name in the module."""
+    """Gradients of plain PyTorch, by their names in the module."""
     module.train().zero_grad()
     total, weight = 0.0, 0.0
     for one in (one for replica in batches for one in replica):
@@ -55,20 +55,20 @@ def plain_gradients(module, batches, loss):
 
 
 def assert_gradients(module, blocks, batches, mesh, loss=summed):
-    """On `mesh`, the blocks have the module's gradients."""
+    """Check that the blocks have the module's gradients on `mesh`."""
     expected = plain_gradients(copy.deepcopy(module), batches, loss)
     made = gradients_on(lambda: as_model(copy.deepcopy(blocks), loss), batches, mesh).gradients
     names = {id(one): name for name, one in module.named_parameters()}
     found = {}
     for block, part in blocks.items():
         for name, one in part.named_parameters():
-            if f"{block}.{name}" in made:  # the owner, where several blocks share it
+            if f"{block}.{name}" in made:  # the owner, if several blocks share it
                 found[names[id(one)]] = made[f"{block}.{name}"]
     assert_close(found, expected)
 
 
 def batches_of(example, mesh):
-    """For each replica two microbatches of unequal size, of its own."""
+    """Two microbatches of unequal size for each replica, with its own samples."""
     def one(seed, count):
         inputs, targets = example.batch(seed)
         return Microbatch(inputs[:count].double() if inputs.is_floating_point() else inputs[:count], targets[:count])
@@ -92,7 +92,7 @@ def test_gradients_of_whole_modules(name, cut, mesh):
     module = example.build().double()
     for one in module.modules():
         if isinstance(one, nn.Dropout):
-            one.p = 0.0  # draws from a generator for each process
+            one.p = 0.0  # each process would draw from its own generator
     assert_gradients(module, blocks_of(module, cut), batches_of(example, mesh), mesh)
 
 
@@ -143,7 +143,7 @@ class User(nn.Module):
 
 
 class Carrying(nn.Module):
-    """Its second block does nothing with what it hands on, but for a size of it that the third block takes, too."""
+    """Its second block passes on values that it does not use, and a size that the third block uses too."""
 
     def __init__(self):
         super().__init__()
@@ -170,8 +170,8 @@ def test_all_kinds_of_values_are_sent(mesh):
 
 
 class Own(nn.Module):
-    """Parameters and buffers of the module itself, used in several blocks; a module that is called twice; a parameter
-    that is not used; random numbers, and dropout by mode."""
+    """Parameters and buffers of the module itself that several blocks use; a submodule that is called twice; an unused
+    parameter; random numbers, and dropout that depends on the mode."""
 
     def __init__(self):
         super().__init__()
@@ -181,7 +181,7 @@ class Own(nn.Module):
         self.plain = torch.tensor(2.0)
         self.a, self.b, self.c = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
 
-    def forward(self, input, noise=0.0, filter=None):  # torch.fx renames values with names of Python's own functions
+    def forward(self, input, noise=0.0, filter=None):  # torch.fx renames values that are named like Python's builtins
         x = self.b(self.a(input) * self.scale + self.constant) * self.plain + self.shift
         if self.training:
             x = x + noise * torch.rand(4)
@@ -209,7 +209,7 @@ def test_inputs_modes_and_random_numbers(training):
         blocks["a"](x)
     with raises("input-missing", "input filter of", "noise"):
         blocks["a"]({"input": x, "noise": mask})
-    assert list(blocks_of(module)) == ["a", "c"], "b is called twice, so that no block begins there"
+    assert list(blocks_of(module)) == ["a", "c"], "b is called twice, so no block begins there"
 
 
 class Masked(nn.Module):
@@ -267,7 +267,7 @@ def test_a_hugging_face_model_is_cut_at_its_layers():
 
 
 class Forward(nn.Module):
-    """Two linear layers, and code of the test around them."""
+    """Two linear layers, with the test's code around them."""
 
     def __init__(self, run):
         super().__init__()
@@ -347,7 +347,7 @@ def replaces_a_buffer(m, x):
 
 @pytest.mark.parametrize("draw", [random.random, np.random.rand])
 def test_numbers_that_python_draws_are_refused(draw):
-    """A layer that is left out by chance would be left out always, or never."""
+    """A layer that is skipped at random would be skipped always or never."""
     with raises("forward-draws-numbers", where="forward of Forward"):
         blocks_of(Forward(lambda m, x: m.b(m.a(x) * (draw() < 0.5))), ["b"])
 
@@ -355,7 +355,7 @@ def test_numbers_that_python_draws_are_refused(draw):
 @pytest.mark.parametrize(("run", "attribute"), [(stores, "state"), (counts_calls, "calls"), (keeps, "kept"),
                                                 (replaces_a_buffer, "mean")])
 def test_code_that_changes_attributes_is_named(run, attribute):
-    """A number would be a constant of the graph, and what is kept would be of one stage."""
+    """A number would be a constant of the graph, and a stored value would exist on one stage only."""
     module = Forward(run)
     module.calls, module.kept = 0, []
     module.register_buffer("mean", torch.zeros(4))
@@ -369,7 +369,7 @@ LOSSES, CONSTANT = [], torch.ones(4)
 
 
 class Storing(nn.Module):
-    """Leaves the mean of what it computes, as layers of experts do with a loss of their own."""
+    """Stores the mean of its output, as layers of experts store their auxiliary loss."""
 
     def __init__(self, store):
         super().__init__()
@@ -396,7 +396,7 @@ class Storing(nn.Module):
 ], ids=["number", "by a method", "new", "tensor", "list", "object", "global"])
 @pytest.mark.parametrize("cut", [["a", "b"], ["b"]], ids=["another block", "the same block"])
 def test_what_a_forward_leaves_for_traced_code_is_refused(store, read, where, cut):
-    """The graph has the value that it had when the module was cut."""
+    """The graph would use the value from when the module was cut."""
     LOSSES.clear()
     module = Forward(lambda m, x: m.b(m.a(x) + read(m.a)))
     module.a = Storing(store)
@@ -417,21 +417,21 @@ class Logging(nn.Linear):
 
 
 def test_a_logger_may_be_used_by_layers_too():
-    """It remembers for which levels it is on."""
+    """A logger caches for which levels it is enabled."""
     module, log = Forward(lambda m, x: (log.info("around"), m.b(m.a(x)))[1]), logging.getLogger(__name__)
     module.a = Logging(4, 4)
 
     def rank(world):
         engine = Engine(blocks_of(module), world, loss=lambda y, t: ((y - t).square().sum(), t.numel()))
         batch = [(torch.ones(2, 4), torch.zeros(2, 4))]
-        log.manager._clear_cache()  # as by logging.disable
+        log.manager._clear_cache()  # as logging.disable does
         assert engine.forward_backward(batch).weight == engine.evaluate(batch).weight == 8
 
     run_ranks(rank, 1)
 
 
 def test_a_module_that_is_dropped_during_a_forward():
-    """Blocks keep the submodules that they have, and not the module that was cut."""
+    """Blocks keep their submodules alive, but not the module that was cut."""
     module = Forward(lambda m, x: m.b(m.a(x)))
     known, blocks = ref(module), blocks_of(module)
     module.a.register_forward_hook(lambda *_: (kept.clear(), gc.collect())[0])
@@ -454,7 +454,7 @@ class Scales:
 
 
 class Kinds(Forward):
-    """Has the scale by functions of every kind."""
+    """Reads the scale through functions of every kind."""
 
     holder = Scales()
     by_property = property(lambda self: SCALE)
@@ -492,7 +492,7 @@ def test_a_global_that_is_read_by_any_kind_of_function(run, where, is_partial, m
 
 
 def test_functions_that_name_many_others():
-    """Each is looked at once, however many ways lead to it."""
+    """Each function is visited once, however many paths lead to it."""
     names = {"__name__": None}
     for number in reversed(range(60)):
         exec(f"def f{number}(x): return (f{number + 1}, g{number + 1}, x)", names)
@@ -501,7 +501,7 @@ def test_functions_that_name_many_others():
 
 
 class Tables(nn.Module):
-    """Takes parts of plain tensors up to the size of its input, as models do that were written before buffers."""
+    """Slices plain tensors to the size of its input, as models do that were written before buffers existed."""
 
     def __init__(self):
         super().__init__()
@@ -611,7 +611,7 @@ def keeps_what_it_adds_to(m, x):
 
 
 def test_operators_in_place_on_what_an_earlier_block_gives():
-    """They run out of place, where nobody could tell the difference."""
+    """They run out of place, unless that would change the result."""
     module = Forward(adds_embeddings)
     check_blocks(module, blocks_of(module, ["b"]), torch.randn(2, 4))
     module = Forward(keeps_what_it_adds_to)
@@ -621,7 +621,7 @@ def test_operators_in_place_on_what_an_earlier_block_gives():
 
 
 class Fixed(OrderedDict):
-    """As the configuration that models of diffusers have."""
+    """Like the configuration of diffusers' models."""
 
     def update(self, *_):
         raise TypeError("cannot be written")
@@ -637,7 +637,7 @@ def test_attributes_that_cannot_be_written():
 def test_numbers_that_another_thread_draws_meanwhile():
     draws = iter([random.random, random.random])
 
-    def run(m, x):  # the draws of another thread, at places of the trace that this test knows
+    def run(m, x):  # draws of another thread, at known places of the trace
         next(draws, int)()
         return m.b(m.a(x))
 
@@ -650,7 +650,7 @@ class Sign(enum.Enum):
 
 
 class Annealed(nn.Module):
-    """Reads numbers of every kind of place, and has others that its forward does not read."""
+    """Reads numbers from every kind of place, and has others that its forward does not read."""
 
     def __init__(self):
         super().__init__()
@@ -691,7 +691,7 @@ def test_a_number_of_traced_code_that_changes_between_batches_is_refused(change)
 
 
 class Token(nn.Module):
-    """Has a parameter and a buffer beside its modules, which no block has the module of."""
+    """Has its own parameter and buffer in addition to its submodules; no block contains the module itself."""
 
     def __init__(self):
         super().__init__()
@@ -718,7 +718,7 @@ def writes(module):
 @pytest.mark.parametrize("write", [assigns, replaces, writes])
 @pytest.mark.parametrize("mesh", [Mesh(), Mesh(pipe=2)], ids=str)
 def test_what_is_written_into_the_module_is_in_its_blocks(mesh, write):
-    """In fp64, of which the module's own buffers are not."""
+    """The blocks are fp64, unlike the module's own buffers."""
     batch = [Microbatch(torch.ones(2, 4, dtype=torch.float64), torch.zeros(2, 4, dtype=torch.float64))]
 
     def loss(outputs, targets):
@@ -750,7 +750,7 @@ def test_what_is_written_into_the_module_is_in_its_blocks(mesh, write):
 
 
 class Seen(nn.Module):
-    """Changes a buffer of its own, in traced code."""
+    """Changes its own buffer in traced code."""
 
     def __init__(self):
         super().__init__()
@@ -782,7 +782,7 @@ def test_what_the_users_module_does_to_a_buffer_adds_to_training(dtype):
 
 
 def test_a_buffer_that_only_the_user_writes_stays_the_users_own():
-    """In its own number format, and wherever the user keeps it."""
+    """It keeps its own number format, and may be another tensor later."""
     module, ones = Token(), torch.ones(2, 4, dtype=torch.bfloat16)
 
     def rank(world):
@@ -846,11 +846,11 @@ def test_code_that_cannot_be_traced_is_named(run, error):
     with raises(*error):
         blocks_of(module, ["b"])
     assert module.training
-    assert isinstance(module.a(torch.randn(2, 4)), torch.Tensor), "torch is as it was"
+    assert isinstance(module.a(torch.randn(2, 4)), torch.Tensor), "torch's functions are restored"
 
 
 def test_a_module_whose_own_code_cannot_be_traced_is_named():
-    """The one with a cut inside: it can be called as it is."""
+    """The error names the module with a cut inside; without that cut the module is called unchanged."""
     layer = nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0, batch_first=True)
     module = Forward(lambda m, x: m.b(m.encoder(m.a(x), src_key_padding_mask=torch.zeros(2, 3))))
     module.encoder = nn.TransformerEncoder(layer, 2)
@@ -915,7 +915,7 @@ def test_modules_that_have_no_blocks():
 
 
 def run_all(blocks, state):
-    """As on stages: every block gets a leaf."""
+    """As on stages, each block gets leaf tensors."""
     for block in blocks.values():
         state = block(state.clone() if isinstance(state, torch.Tensor) else {
             name: one.detach().requires_grad_(one.is_floating_point()) for name, one in state.items()})

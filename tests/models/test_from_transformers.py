@@ -1,4 +1,4 @@
-"""Models of transformers as blocks: outputs and gradients are the models' own; what cannot be cut is refused."""
+"""transformers models as blocks have the models' outputs and gradients; models that cannot be cut are refused."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def built(name):
 
 
 def microbatches(name, count):
-    """(inputs, targets) of two samples each; of BERT with a padding mask."""
+    """(inputs, targets) of two samples each; for BERT with a padding mask."""
     found = []
     for number in range(count):
         generator = torch.Generator().manual_seed(number)
@@ -63,7 +63,7 @@ def microbatches(name, count):
 
 
 def reference(name, data):
-    """Gradients of the summed loss over its weight, by the model as it is."""
+    """Gradients of the summed loss over its weight, computed by the unchanged model."""
     model = built(name).train()
     total, weight = torch.zeros(()), 0
     for inputs, targets in data:
@@ -79,7 +79,7 @@ def test_gradients_on_replicas_and_stages(name):
     data = microbatches(name, 4)
     expected, loss = reference(name, data)
     mesh = Mesh(data=2, pipe=2)
-    whole = built(name)  # not by the ranks, which are threads and would share torch's generator
+    whole = built(name)  # not built by the ranks, which are threads and would share torch's generator
 
     def rank(world):
         model = copy.deepcopy(whole)
@@ -110,7 +110,7 @@ def test_gradients_on_replicas_and_stages(name):
 
 @pytest.mark.parametrize("stages", [1, 2])
 def test_labels_as_transformers_shifts_them_itself(stages):
-    """A warning tells, and the remedy's targets give the model's own loss."""
+    """They cause a warning, and the targets of its remedy give the model's own loss."""
     models = [built("Llama") for _ in range(stages)]
     ids = torch.randint(1, 61, (4, 9), generator=torch.Generator().manual_seed(0))
     mask = (torch.arange(9) < torch.tensor([[9], [6], [9], [4]])).long()
@@ -134,7 +134,7 @@ def test_labels_as_transformers_shifts_them_itself(stages):
 
 @pytest.mark.parametrize(("name", "first"), [("Llama", "padded"), ("Llama", "whole"), ("Bert", "padded")])
 def test_microbatches_may_be_padded_or_not(name, first):
-    """Whatever the sample is: transformers makes no mask of one that hides nothing."""
+    """Whatever the sample: transformers creates no mask if its padding mask hides nothing."""
     model = built(name)
     ids = torch.randint(1, 61, (4, 9), generator=torch.Generator().manual_seed(0))
     masks = {"whole": torch.ones(4, 9, dtype=torch.int64), "padded": (torch.arange(9) < torch.tensor(
@@ -151,7 +151,7 @@ def test_microbatches_may_be_padded_or_not(name, first):
 
 
 def test_sequences_on_both_sides_of_a_window():
-    """transformers makes its mask for those alone that are as long, unless attention is eager."""
+    """transformers creates its mask only for sequences as long as the window, unless attention is eager."""
     window = transformers.Starcoder2Config(**TEXT, num_key_value_heads=2, sliding_window=9, pad_token_id=0)
     for kind in ("sdpa", "eager"):
         window._attn_implementation = kind
@@ -175,7 +175,7 @@ def test_layers_ties_and_modes():
     assert held == {id(parameter) for parameter in model.parameters()}
 
 
-@pytest.mark.parametrize("name", ["Llama", "Bert", "ViT"])  # the head of a ViT reads the format of its first block
+@pytest.mark.parametrize("name", ["Llama", "Bert", "ViT"])  # a ViT's head reads the number format of its first block
 def test_the_whole_state_loads_into_the_model(name):
     models = [built(name) for _ in range(2)]
 
@@ -192,7 +192,7 @@ def test_the_whole_state_loads_into_the_model(name):
 
 
 def test_a_language_model_inside_of_another():
-    """Whose vocabulary and cache are in the configuration of its text."""
+    """Its vocabulary and cache are in the configuration of its text model."""
     torch.manual_seed(0)
     model = transformers.FuyuForCausalLM(transformers.FuyuConfig(
         text_config=TEXT | dict(model_type="persimmon", num_key_value_heads=6), patch_size=2)).double()
@@ -204,7 +204,7 @@ def test_a_language_model_inside_of_another():
 
 
 class Masked(transformers.LlamaPreTrainedModel):
-    """Reads a parameter of its own before the layers, in training alone, as those with masked inputs do."""
+    """Reads its own parameter before the layers, only in training, as models with masked inputs do."""
 
     def __init__(self, config):
         super().__init__(config)
@@ -236,7 +236,7 @@ def test_a_configuration_of_several_texts():
 
 
 class OwnHead(transformers.LlamaPreTrainedModel):
-    """A user's model, whose forward cannot be told to keep no cache."""
+    """A user's model whose forward has no argument to disable the cache."""
 
     def __init__(self, config):
         super().__init__(config)
@@ -274,7 +274,7 @@ def test_an_output_of_ones_own():
 
 
 class Between(nn.Module):
-    """A model whose loop does something of its own between two layers."""
+    """A model whose loop runs other code between two layers."""
 
     main_input_name = "x"
 
@@ -315,7 +315,7 @@ def test_what_cannot_be_cut(kind, error):
 
 
 def test_a_head_that_reads_floating_point_labels():
-    """Also where those of the sample are what any stand-in might have, zeros; whole labels come to the head."""
+    """Also if the sample's labels are zeros, as any stand-in's might be; integer labels do reach the head."""
     model = transformers.BertForSequenceClassification(transformers.BertConfig(**TEXT, num_labels=1))
     sample = {"input_ids": torch.arange(10).view(2, 5), "labels": torch.zeros(2)}
     with raises("blocks-compute-otherwise"):
@@ -331,7 +331,7 @@ def test_plain_modules_with_a_list_of_layers():
 
 
 class Part(nn.Module):
-    """A layer, or an embedding, with a method and a number of its own."""
+    """A layer, or an embedding, with its own method and buffer."""
 
     def __init__(self, kind):
         super().__init__()
@@ -347,7 +347,7 @@ class Part(nn.Module):
 
 
 class Reads(nn.Module):
-    """A model whose code around the layers reads what is in another block."""
+    """A model whose code around the layers reads parts of other blocks."""
 
     main_input_name = "x"
 
@@ -360,7 +360,7 @@ class Reads(nn.Module):
         self.layers = nn.ModuleList(Part("whole") for _ in range(3))
 
     def at(self, length):
-        """Positions, and a bias of each pair of them."""
+        """Embeddings of positions, and a bias for each pair of positions."""
         place = torch.arange(length)
         return self.places(place) + self.pairs((place[:, None] - place).abs()).expand(length, length, 4).sum(1)
 
@@ -393,8 +393,8 @@ def summed_squares(output, targets):
 
 @pytest.mark.parametrize("kind", ["method", "after", "sizes", "places"])
 def test_what_another_block_has_is_tied(kind):
-    """Weights of the embedding in the head, by a method of the embedding, were those of the start, and their gradient
-    was lost on another stage; sizes of floats, of positions and of other features were the sample's."""
+    """The embedding's weights that the head used through a method kept their initial values, and their gradient was
+    lost on another stage; sizes of floats, of positions and of other features were those of the sample."""
     torch.manual_seed(0)
     whole = Reads(kind).double()
     batch = [(torch.randn(2, length, 4, dtype=torch.float64), torch.randn(2, length, 4, dtype=torch.float64))
@@ -429,7 +429,7 @@ def test_what_another_block_alone_knows(kind, where, code):
     ("length", torch.zeros(2, 5, 4), "5, and 3 for the sample"),
     ("flag", torch.full((2, 3, 4), 10.0), "2, and 1 for the sample")])
 def test_layers_that_are_called_with_other_values_than_for_the_sample(kind, x, value):
-    """Such as Longformer's: they were called with the sample's."""
+    """As in Longformer: they were called with the sample's values."""
     cut = from_transformers(Reads(kind), torch.zeros(2, 3, 4), loss=summed_squares)
     first = next(iter(cut.blocks.values()))()
     first(torch.zeros(4, 3, 4))
@@ -438,7 +438,7 @@ def test_layers_that_are_called_with_other_values_than_for_the_sample(kind, x, v
 
 
 def test_two_tensors_that_are_one_for_the_sample():
-    """Both would be the last one."""
+    """Both tensors would be the last one."""
     cut = from_transformers(Reads("one tensor twice"), torch.zeros(2, 3, 4), loss=summed_squares)
     first = cut.blocks["embedding"]()
     first(torch.zeros(4, 5, 4))
@@ -447,7 +447,7 @@ def test_two_tensors_that_are_one_for_the_sample():
 
 
 def test_classes_of_which_a_sample_has_several_have_no_loss_of_their_own():
-    """transformers takes other losses for them: cross-entropy would train something else, or with one class nothing."""
+    """transformers uses other losses for them: cross-entropy would be wrong, and with one class would train nothing."""
     for labels in (dict(num_labels=3, problem_type="multi_label_classification"), dict(num_labels=1)):
         model = transformers.BertForSequenceClassification(transformers.BertConfig(**TEXT, **labels))
         with raises("loss-missing"):
@@ -474,7 +474,7 @@ def test_a_missing_loss_and_output_are_said():
 
 
 class _Named(nn.Module):
-    """Returns a dict without any of the names that are known."""
+    """Returns a dict without any known name."""
 
     def __init__(self, inner):
         super().__init__()

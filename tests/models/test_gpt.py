@@ -1,4 +1,4 @@
-"""The GPT against transformers' GPT-2: logits, loss and raw gradients; and how it builds and starts."""
+"""The GPT against transformers' GPT-2: logits, loss and raw gradients; and how it is built and initialised."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SIZES = [
 
 
 def build(config: Transformer, dtype=torch.float64, seed=1) -> nn.ModuleDict:
-    """All blocks, initialised by name, with the tie made by identity."""
+    """All blocks, initialised by name, with ties as shared parameters."""
     model = gpt(config, dtype=dtype)
     blocks = model.build()
     for name, parameter in parameters(blocks).items():
@@ -36,7 +36,7 @@ def build(config: Transformer, dtype=torch.float64, seed=1) -> nn.ModuleDict:
 
 
 def parameters(blocks: nn.ModuleDict) -> dict[str, nn.Parameter]:
-    """Full parameter names, ties listed at both ends."""
+    """Parameters by full name; tied parameters have both names."""
     return {f"{block.replace('__', '.')}.{name}": parameter for block, inner in blocks.items()
             for name, parameter in inner.named_parameters()}
 
@@ -49,7 +49,7 @@ def forward(blocks: nn.ModuleDict, ids: torch.Tensor) -> torch.Tensor:
 
 
 def to_hf(tensors, config):
-    """Parameters, or gradients, as Hugging Face has them."""
+    """Parameters, or gradients, in Hugging Face's form."""
     found = {}
     for ours, place in hf_gpt2.places(config).items():
         found |= zip(place.names, hf.tensors_there(place, tensors[ours]), strict=True)
@@ -191,7 +191,7 @@ def test_flops_count_the_models_products():
         total, _ = next_token_loss(forward(build(config, torch.float32), torch.zeros(1, 20, dtype=torch.int64)),
                                    torch.zeros(1, 20, dtype=torch.int64))
         total.backward()
-    # The counter knows no CPU attention kernel: its 12 s^2 h a layer are left out of its sum.
+    # The counter does not support the CPU attention kernel, so its sum lacks 12 s^2 h a layer.
     attention = 12 * config.num_layers * config.sequence**2 * config.hidden
     assert counter.get_total_flops() in (flops_per_sequence(config), flops_per_sequence(config) - attention)
 

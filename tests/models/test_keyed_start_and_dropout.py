@@ -1,4 +1,4 @@
-"""Weights and dropout masks depend on what they are for, never on where they are drawn."""
+"""Weights and dropout masks depend on what they are for, not on where they are drawn."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_normal_numbers_look_normal():
 
 
 def mask(*, seed=0, step=0, samples=(0, 1, 2), block="b", site=0, shape=(40, 50), probability=0.3, **slice_):
-    """What dropout makes of ones at one call site."""
+    """The output of dropout for ones at one call site."""
     with keyed_random.scope(seed, step, torch.tensor(samples), block):
         for _ in range(site):
             keyed_random.dropout(torch.ones(len(samples), 1), 0.5, True)

@@ -68,7 +68,7 @@ MODELS = {
 
 
 class _Wide(TorchFunctionMode):
-    """Computes in fp64 what transformers computes in fp32 whatever the model's format: norms and angles."""
+    """Computes norms and angles in fp64, which transformers computes in fp32 whatever the model's format."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = dict(kwargs or {})
@@ -111,7 +111,7 @@ def models(tmp_path_factory):
 def test_logits_and_gradients_of_transformers(models, name):
     theirs, folder = models(name)
     theirs.zero_grad()
-    # Tokens 0 and 1 are the padding of Gemma and OLMo 2, whose embeddings get no gradient there.
+    # Tokens 0 and 1 are padding in Gemma and OLMo 2, whose embeddings get no gradient in transformers.
     ids = torch.randint(2, 61, (2, 17), generator=torch.Generator().manual_seed(3))
     with in_fp64():
         expected = theirs(ids[:, :-1]).logits
@@ -131,7 +131,7 @@ def test_logits_and_gradients_of_transformers(models, name):
 
 
 def test_settings_are_read_back(models):
-    """What is exported is read as the same model."""
+    """An exported model is read as the same model."""
     for name in MODELS:
         pretrained = Pretrained(models(name)[1])
         form = form_of(pretrained.config)
@@ -157,7 +157,7 @@ VARIANTS = [{}, dict(kv_heads=6), dict(head_dim=8, tied=True, qk_norm="head"), d
 
 @pytest.mark.parametrize("changed", VARIANTS, ids=str)
 def test_flops(changed):
-    """The formula is what torch counts in a forward, three times; and in that of the layers once more."""
+    """The formula is three times torch's count of a forward; with recomputation, the layers count once more."""
     config = Transformer(**SMALL | changed)
     counts = {cost.name: cost.flops for cost in block_costs(llama(config), torch.zeros(1, 12, dtype=torch.int64))}
     assert flops_per_sequence(config) == 3 * sum(counts.values())
@@ -172,7 +172,7 @@ def test_keeps_the_protocol(changed, head):
 
 
 def test_counting_a_long_sequence_allocates_nothing():
-    """Of its activations, and of its tables of angles."""
+    """Neither its activations nor its tables of angles."""
     class Largest(TorchDispatchMode):
         bytes = 0
 
@@ -189,7 +189,7 @@ def test_counting_a_long_sequence_allocates_nothing():
 
 
 def test_starts_and_first_loss():
-    """Projections into the residual stream start smaller, norms at one, and the first loss is that of guessing."""
+    """Projections into the residual stream start smaller, norms are one, and the first loss is that of guessing."""
     config = Transformer(**SMALL | dict(hidden=96, head_dim=16, bias="all", qk_norm="head"))
     model = llama(config)
     blocks = {name: build() for name, build in model.blocks.items()}

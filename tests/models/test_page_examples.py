@@ -1,5 +1,5 @@
-"""The examples of docs/own-model.md: nanoGPT with its forward as it is written, and a module of two inputs. They run as
-they stand there, on ranks that are threads, and their blocks have the gradients of the module."""
+"""The examples of docs/own-model.md: nanoGPT with its original forward, and a module of two inputs. They run
+unchanged, on ranks that are threads, and their blocks have the gradients of the module."""
 
 import copy
 import re
@@ -27,7 +27,7 @@ CODE = {name: found for name, mark in (("nanogpt", "from model import"), ("input
 
 @pytest.mark.parametrize(("name", "size"), [("nanogpt", 2), ("inputs", 2)])
 def test_examples_of_the_page_train(name, size, monkeypatch):
-    """As they stand there; their last loss is below the first one."""
+    """They run unchanged, and their last loss is below the first."""
     here, losses = threading.local(), {}
     monkeypatch.setitem(sys.modules, "model", nanogpt_as_written)
 
@@ -55,7 +55,7 @@ def test_examples_of_the_page_train(name, size, monkeypatch):
 
 @pytest.mark.parametrize("mesh", [Mesh(), Mesh(pipe=3), Mesh(data=2, pipe=2)], ids=str)
 def test_nanogpt_computes_its_own_loss_on_the_last_stage(mesh):
-    """Targets that are ignored included: gradients are those of the mean over all others."""
+    """Also with ignored targets: gradients are those of the mean over all others."""
     torch.manual_seed(0)
     model = GPT(GPTConfig(block_size=8, vocab_size=11, n_layer=3, n_head=2, n_embd=8)).double()
     blocks = ranvier.blocks_of(model, ["transformer.h.*"], inputs=["idx", "targets"], output=lambda found: found[1])

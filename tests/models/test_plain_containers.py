@@ -1,4 +1,4 @@
-"""Only plain containers are taken apart: what a container has of its own is never lost in silence."""
+"""Only plain containers are taken apart, so nothing that a container itself has is lost silently."""
 
 import copy
 
@@ -20,7 +20,7 @@ from tests.pipeline.parity import squared
 
 
 class Scaled(nn.Sequential):
-    """A sequence with a parameter and a forward of its own."""
+    """A sequence with its own parameter and forward."""
 
     def __init__(self, width=4):
         super().__init__(nn.Linear(width, width), nn.Tanh(), nn.Linear(width, width))
@@ -159,14 +159,14 @@ def test_hooks_around_the_layers_of_a_transformers_model_are_refused(path):
 
 
 def test_check_split_runs_a_subclass_as_a_whole():
-    """Taken apart, it would be compared without its parameter, and agree."""
+    """If it were taken apart, it would be compared without its parameter, and agree."""
     with pytest.raises(RanvierError) as refused:
         check_split(Scaled(), torch.randn(2, 3, 4), meshes=((1, 2),))
     assert "block.scale" in str(refused.value)
 
 
 def test_ranks_that_are_threads_trace_at_once():
-    """torch.fx changes the call of every module while it traces: one rank's must not reach another's."""
+    """torch.fx patches the call of every module while it traces, which must not affect other ranks."""
     def rank(world):
         for _ in range(8):
             model = Scaled()

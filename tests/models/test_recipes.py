@@ -1,4 +1,4 @@
-"""The shipped recipes are runs without problems, and the papers' are as the papers say."""
+"""The shipped recipes are runs without problems, and those of papers have the papers' settings."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ PAPER = {
 
 
 def recipe(path: Path) -> ResolvedRun:
-    """With the least microbatches where they are auto."""
+    """The recipe, with the smallest microbatches if they are auto."""
     return resolve_with_least(TypeAdapter(Run).validate_python(tomllib.loads(path.read_text())))
 
 
 def num_parameters(run: Run) -> int:
-    """Tied parameters once, counted on the meta device."""
+    """Number of parameters, tied ones once, counted on the meta device."""
     model = gpt(run.model)
     with torch.device("meta"):
         layer = [model.blocks[name]() for name in ("layer0.attention", "layer0.mlp")]
@@ -86,7 +86,7 @@ def test_gpt2_small_is_the_real_ones_size():
 
 @pytest.mark.slow
 def test_the_smallest_recipes_loss_falls_from_the_start():
-    """Warmed up too fast, the bias of the residual stream turns over and one step's loss is a nat above the last's."""
+    """With too short a warmup the residual stream's bias flips, and a step's loss is a nat above the previous one."""
     run = replace(recipe(next(path for path in FILES if path.stem == "gpt-tiny")), mesh=Mesh())
 
     def rank(world):

@@ -35,7 +35,7 @@ def test_top_k_leaves_the_rest_out():
     assert measured[[0, 2, 3]].sum() == 0
     assert (measured - expected).abs().max() < 0.04
     assert torch.equal(shares(200, top_k=99), shares(200))
-    equal = torch.tensor([1.0, 2.0, 2.0, 3.0, 2.0])  # as often in half precision; transformers keeps them, too
+    equal = torch.tensor([1.0, 2.0, 2.0, 3.0, 2.0])  # ties, common in half precision; transformers keeps them too
     drawn = {next_token(equal, Sampling(top_k=2), position=position) for position in range(50)}
     assert drawn == {1, 2, 3, 4}
 

@@ -1,4 +1,4 @@
-"""The ViT against transformers' ViT and DINOv2: logits, features and raw gradients; and how it builds and starts."""
+"""The ViT against transformers' ViT and DINOv2: logits, features, raw gradients; how it is built and initialised."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_equals_transformers_vit(tmp_path, settings):
 
 
 def backbone_of(found: Pretrained) -> dict[str, nn.Module]:
-    """All blocks but the classifier, which DINOv2 has in another form."""
+    """All blocks except the classifier, which DINOv2 has in another form."""
     model = vit.vit(found.config, dtype=torch.float64)
     blocks = {name: build() for name, build in model.blocks.items()}
     blocks["head"] = blocks["head"].norm

@@ -1,5 +1,5 @@
-"""examples/whole_modules: the same losses in one process, with Ranvier and with torch.distributed.pipelining; the count
-of lines in docs/own-model.md."""
+"""examples/whole_modules: the same losses in one process, with Ranvier and with torch.distributed.pipelining; the
+counts of lines in docs/own-model.md."""
 
 import importlib
 import os
@@ -18,7 +18,7 @@ CUTS = dict(re.findall(r"^\| `(\w+)` \| `([\w.]+)` \|", (ROOT / "docs" / "own-mo
 
 
 def losses(*command):
-    """What a program prints for each step."""
+    """The loss that a program prints for each step."""
     done = subprocess.run([sys.executable, *command], cwd=FOLDER, capture_output=True, text=True, timeout=200,
                           env={**os.environ, "PYTHONPATH": python_path(ROOT), "OMP_NUM_THREADS": "1"})
     assert done.returncode == 0, done.stdout + done.stderr

@@ -49,7 +49,7 @@ def test_the_papers_configuration_is_the_best_or_near_it(papers, billions):
 
 @pytest.mark.slow
 def test_shares_of_the_peak_and_ratios(axonn):
-    """1.18 and 2.46 times slower at 100 B, 11.47 and 18.14 % on 384; 49.4 to 54.78, 39 to 42, and 21 to 41 % of peak."""
+    """1.18 and 2.46 times slower at 100 B, 11.47 and 18.14 % on 384; 49.4 to 54.78, 39 to 42 and 21 to 41 % of peak."""
     shares = [row for what, row in axonn.items() if "share of the peak" in what]
     ratios = [row for what, row in axonn.items() if "time over" in what]
     assert len(shares) == 12 and len(ratios) == 4
