@@ -1,8 +1,8 @@
-"""Ranks are often threads here: each computes with one thread, so that many of them fit on few cores, and the threads
-of those with several do not spin. Times of hypothesis' examples say nothing on a machine that others use too.
+"""Ranks are often threads here: each computes with one thread, so that many ranks fit on few cores, and threads of
+ranks with several do not spin. Times of hypothesis' examples mean nothing on a machine that others also use.
 
-`make test` has the same examples each time, so that no change is refused for a fault that it does not have.
-`make test-all` draws others, and more (`--hypothesis-profile random`)."""
+`make test` runs the same examples each time, so that no change is refused for a fault that it does not have.
+`make test-all` draws other and more examples (`--hypothesis-profile random`)."""
 
 import ctypes
 import functools
@@ -10,7 +10,7 @@ import gc
 import os
 import signal
 
-os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # before torch is imported: threads that wait leave their core
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # before torch is imported: waiting threads release their core
 
 from collections import Counter
 from datetime import date
@@ -23,11 +23,11 @@ import pytest
 
 from tests.processes import python_path
 
-os.environ.pop("COLUMNS", None)  # of the terminal that tests are started in
-os.environ["PYTHONPATH"] = python_path(Path(__file__).with_name("interpreter"))  # whose sitecustomize runs first
+os.environ.pop("COLUMNS", None)  # set by the terminal in which tests are started
+os.environ["PYTHONPATH"] = python_path(Path(__file__).with_name("interpreter"))  # its sitecustomize runs first
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background processes ignore it
-gc.disable()  # until all tests are collected: what modules and tests allocate stays
-gc.set_threshold(20_000)  # before `ranvier.cli.ranks` is imported: ranks in this process go back to what was then set
+gc.disable()  # until all tests are collected: objects of modules and tests stay
+gc.set_threshold(20_000)  # before `ranvier.cli.ranks` is imported, as ranks in this process restore this value
 
 hypothesis.settings.register_profile("random", deadline=None)
 hypothesis.settings.register_profile("ranvier", deadline=None, derandomize=True, database=None, max_examples=40)
@@ -36,7 +36,7 @@ hypothesis.settings.load_profile("ranvier")
 
 @pytest.fixture(scope="module", autouse=True)
 def one_thread():
-    """For each file anew: `ranvier.start` in the tests' own process sets what its ranks use."""
+    """Set again for each file, because `ranvier.start` in the tests' own process sets the threads of its ranks."""
     import torch
 
     torch.set_num_threads(1)
@@ -44,19 +44,19 @@ def one_thread():
 
 @pytest.fixture(scope="module", autouse=True)
 def new_objects():
-    """What earlier files have left, such as torch's compiler, is looked at by no garbage collection and no search for
-    tensors of this file. In a process that has run many files these took half of the time of such tests."""
+    """Exclude objects that earlier files left, such as torch's compiler, from garbage collections and from searches for
+    tensors, which took half of the time of such tests in a process that has run many files."""
     gc.collect()
     gc.freeze()
 
 
 @pytest.fixture(scope="session")
 def product_rate():
-    """A run multiplies matrices for a tenth of a second on each rank to find their rate: here once, and on CPUs once in
-    a process for each number format."""
+    """Each rank of a run measures its rate of matrix products for a tenth of a second; here it multiplies once, and on
+    CPUs once in a process for each number format."""
     import torch
 
-    from ranvier.train import metrics  # not before the variables above are set
+    from ranvier.train import metrics  # only after the variables above are set
 
     measured = partial(metrics.matrix_product_rate, seconds=0.0)
     on_cpu = cache(partial(measured, torch.device("cpu")))
@@ -66,7 +66,7 @@ def product_rate():
 
 @pytest.fixture(scope="module", autouse=True)
 def short_measurements(request, product_rate):
-    """Drawing takes longer than training: runs leave pictures in files that are marked so."""
+    """Runs draw pictures only in test files marked for it, because drawing takes longer than training."""
     from ranvier.train import metrics, report
 
     with pytest.MonkeyPatch.context() as patch:
@@ -86,25 +86,25 @@ LONGEST = ("test_closed_memory.py", "test_lost_ranks.py", "test_compiled_blocks.
            "test_from_transformers.py", "test_float8.py", "test_lora_gradients.py", "test_stop_signals.py",
            "test_start_trial.py", "test_resume.py", "test_how_to.py", "test_elastic_corners.py", "test_real_starts.py",
            "test_elastic_settings.py", "test_costs.py")
-"""A file runs in one process: those that take longest begin first, so that no process ends long after the others.
-Before them is the one that watches each operation: that takes four times as long once torch's compiler is imported. The
-rest follows by the number of tests. `make test` says --no-loadscope-reorder: pytest-xdist's own order has files with a
+"""A file runs in one process, so the files that take longest begin first, and no process ends long after the others.
+The first one watches each operation, which takes four times as long once torch's compiler is imported. The other files
+follow by their number of tests. `make test` sets --no-loadscope-reorder, as pytest-xdist's own order runs files with a
 single long test last."""
 
 
 def on_one_core(run_ranks):
-    """Ranks that are threads share the interpreter's lock, which each operation of torch gives away: on one core they
-    take less CPU time, with many collectives half of it, because none of them wakes another core for it. `make
-    test-all` has them on all cores, where they overtake each other more often."""
+    """Ranks that are threads share the interpreter's lock, which each torch operation releases: on one core they take
+    less CPU time, with many collectives half, because a release wakes no other core. `make test-all` runs them on all
+    cores, where they overtake each other more often."""
     @functools.wraps(run_ranks)
     def run(fn, size, **options):
         core = ctypes.CDLL(None).sched_getcpu()
 
         def rank(world):
-            os.sched_setaffinity(0, [core])  # of this thread
+            os.sched_setaffinity(0, [core])  # for this thread only
             return fn(world)
 
-        return run_ranks(rank if callable(fn) else fn, size, **options)  # which refuses others by name
+        return run_ranks(rank if callable(fn) else fn, size, **options)  # other values are refused by name
 
     return run
 
@@ -114,8 +114,8 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
-    """Each worker reads the files from another place on: rewriting the asserts of all files takes 40 CPU seconds, and a
-    worker loads what another has written. The process that starts the workers loads no torch: they wait for it."""
+    """Each worker begins to read the files at another place: rewriting all asserts takes 40 CPU seconds, and workers
+    load what others have written. The process that starts the workers loads no torch, as they wait for it."""
     worker = getattr(config, "workerinput", None)
     if worker is None and config.getoption("numprocesses", None):
         return
@@ -123,20 +123,20 @@ def pytest_configure(config):
 
     if not torch.cuda.is_available():
         os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported
-        if torch.version.cuda is not None:  # torch's first tracing calls this, which crashes there behind some tests
+        if torch.version.cuda is not None:  # torch's first trace calls this, and crashes after some tests
             torch._C._ensureCUDADeviceGuardSet()
     if hasattr(os, "sched_setaffinity") and config.getoption("--hypothesis-profile") != "random":
         from ranvier.testing import ranks
 
         ranks.run_ranks = on_one_core(ranks.run_ranks)
-    leaves_out = config.getoption("ignore") or config.getoption("ignore_glob")  # folders, which files would not be in
+    leaves_out = config.getoption("ignore") or config.getoption("ignore_glob")  # a file would not be in these folders
     if worker is not None and not leaves_out and all(Path(argument).is_dir() for argument in config.args):
         files = sorted({str(path) for argument in config.args for path in Path(argument).rglob("test_*.py")})
         start = len(files) * int(worker["workerid"].removeprefix("gw")) // worker["workercount"]
         config.args[:] = files[start:] + files[:start]
 
 
-@pytest.hookimpl(trylast=True)  # when markers have chosen
+@pytest.hookimpl(trylast=True)  # after markers have selected tests
 def pytest_collection_modifyitems(config, items):
     if config.getoption("one_case"):
         cases = {}
@@ -150,7 +150,7 @@ def pytest_collection_modifyitems(config, items):
 
 
 def pytest_collection_finish():
-    """The millions of objects of modules and tests stay: no garbage collection looks at them again. Collections after
-    20,000 new objects rather than 700 save a fifteenth of the CPU time."""
+    """Exclude the millions of objects of modules and tests, which stay, from garbage collections. Collections after
+    20,000 new objects instead of 700 save a fifteenth of the CPU time."""
     gc.freeze()
     gc.enable()

@@ -13,8 +13,8 @@ _NO_CODE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, to
 
 
 def lines_of_code(text: str) -> int:
-    """Lines of a Python file with a token of code. Strings that are statements, as docstrings and the texts under
-    fields, are none."""
+    """Number of lines of a Python file with a token of code. Strings that are statements, such as docstrings and texts
+    under fields, are not code."""
     texts = {line for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Expr)
              and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
              for line in range(node.lineno, (node.end_lineno or node.lineno) + 1)}
@@ -24,7 +24,7 @@ def lines_of_code(text: str) -> int:
 
 
 def count(path: Path) -> int:
-    """Those of a file, or of all files below a folder."""
+    """Lines of code of a file, or of all files below a folder."""
     files = sorted(path.rglob("*.py")) if path.is_dir() else [path]
     return sum(lines_of_code(file.read_text(encoding="utf-8")) for file in files)
 

@@ -1,5 +1,5 @@
-"""Products of settings are long and their cases alike: each value, or each pair of values, is in `make test`, each
-combination in `test-all`."""
+"""Products of settings are long, and their cases are similar: `make test` has each value or each pair of values, and
+`test-all` has each combination."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from hypothesis import settings
 
 
 def covering(*axes: Sequence[object]) -> list:
-    """The product of `axes` as parametrize takes it, its diagonal as it is and the rest slow.
+    """The product of `axes` for parametrize; all cases but its diagonal are slow.
 
-    The diagonal goes through all axes at once, a shorter one again and again, so that every value is in it; an axis'
-    value that is a tuple gives several arguments.
+    The diagonal runs through all axes at the same time, and repeats shorter ones, so that it has every value. A value
+    that is a tuple gives several arguments.
     """
     return _params(axes, {tuple(number % len(axis) for axis in axes) for number in range(max(map(len, axes)))})
 
 
 def pairwise(*axes: Sequence[object]) -> list:
-    """The product of `axes` as parametrize takes it: as few cases as they are that every two values of different axes
-    meet, the rest slow. Values as of `covering`."""
+    """The product of `axes` for parametrize; all cases are slow but a small set with every pair of values of different
+    axes. Values are as in `covering`."""
     places = list(product(*(range(len(axis)) for axis in axes)))
     pairs = {place: set(combinations(enumerate(place), 2)) for place in places}
     missing, kept = set().union(*pairs.values()), set()
@@ -33,8 +33,7 @@ def pairwise(*axes: Sequence[object]) -> list:
 
 
 def chosen(kept: Sequence[tuple], *axes: Sequence[object]) -> list:
-    """The product of `axes` as parametrize takes it, the cases in `kept` as they are and the rest slow. Values as of
-    `covering`."""
+    """The product of `axes` for parametrize; all cases but those in `kept` are slow. Values are as in `covering`."""
     return first(kept, [_flat(values) for values in product(*axes)])
 
 
@@ -51,13 +50,12 @@ def _flat(values: Iterable[object]) -> tuple:
 
 
 def label(value: object) -> str:
-    """An id of a test's parameter: the same in every process, unlike the address in a function's text."""
+    """The ID of a test's parameter: the same in every process, unlike the address in a function's repr."""
     return getattr(value, "__name__", None) or str(value)
 
 
 def quick(count: int, values: Iterable[object]) -> list:
-    """`values` as parametrize takes them: `count` of those that are not slow, spread evenly, as they are, the rest
-    slow."""
+    """`values` for parametrize; all are slow but `count` of those that are not yet slow, spread evenly."""
     found = list(values)
     fast = [place for place, value in enumerate(found) if not _is_slow(value)]
     kept = {fast[round(number * (len(fast) - 1) / max(count - 1, 1))] for number in range(count)}
@@ -65,14 +63,14 @@ def quick(count: int, values: Iterable[object]) -> list:
 
 
 def first(kept: Sequence[object], values: Iterable[object]) -> list:
-    """`values` as parametrize takes them: those in `kept` as they are, the rest slow."""
+    """`values` for parametrize; all but those in `kept` are slow."""
     found = list(values)
     assert all(value in found for value in kept)
     return [value if value in kept else _slow(value) for value in found]
 
 
 def without(slow: Sequence[object], values: Iterable[object]) -> list:
-    """`values` as parametrize takes them: those in `slow` slow, the rest as they are."""
+    """`values` for parametrize; those in `slow` are slow."""
     found = list(values)
     assert all(value in found for value in slow)
     return [_slow(value) if value in slow else value for value in found]

@@ -1,4 +1,4 @@
-"""What a test says of an error: its code, and the names and numbers that its message shows; never its sentences."""
+"""Checks of errors in tests: the code, and names and numbers in the message; never its sentences."""
 
 import re
 from contextlib import contextmanager
@@ -11,8 +11,8 @@ from ranvier.errors import RanvierError
 
 @contextmanager
 def raises(code, *facts, **fields):
-    """The block raises a RanvierError of this code. facts: names and numbers that its message has, each as a whole
-    word. fields: `where`, `value`, `settings` and others that it has."""
+    """Check that the block raises a RanvierError with this code. facts: names and numbers in its message, each as a
+    separate word. fields: its `where`, `value`, `settings` and others."""
     with pytest.raises(RanvierError) as caught:
         yield caught
     check(caught.value, code, *facts, **fields)
@@ -20,7 +20,7 @@ def raises(code, *facts, **fields):
 
 @contextmanager
 def reports(code):
-    """The block makes an error of this code in this process: a warning, or what a command prints."""
+    """Check that the block creates an error with this code in this process: a warning, or what a command prints."""
     codes, init = [], RanvierError.__init__
 
     def noted(self, *args, **fields):
@@ -33,7 +33,7 @@ def reports(code):
 
 
 def check(error, code, *facts, **fields):
-    """`error` is what `raises` expects."""
+    """Check that `error` is as `raises` expects."""
     assert error.code == code, f"{error.code}: {error}"
     missing = [fact for fact in facts if not says(error, fact)]
     assert not missing, f"{missing} not in: {error}"
@@ -41,5 +41,5 @@ def check(error, code, *facts, **fields):
 
 
 def says(error, fact):
-    """Whether the message has `fact` as a whole word."""
+    """Whether the message contains `fact` as a separate word."""
     return re.search(rf"(?<!\w)(?<!\d\.){re.escape(str(fact))}(?!\w)", str(error)) is not None

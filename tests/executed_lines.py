@@ -1,4 +1,4 @@
-"""Which lines of a file run: for tests that every line of code for GPUs is executed on a CPU."""
+"""Which lines of a file run, for tests that every line of code for GPUs is executed on a CPU."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class ExecutedLines:
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
-        """Record inside."""
+        """Record within the block."""
         if sys.version_info < (3, 12):
             with self._tracing():
                 yield
@@ -70,7 +70,7 @@ class ExecutedLines:
 
 
 def _lines_of_functions(code: CodeType, inside: Sequence[str], within: bool = False) -> set[int]:
-    """Lines of the functions below `code`; of a module and of classes only those of their functions."""
+    """Lines of the functions below `code`, without other lines of modules and classes."""
     is_function = bool(code.co_flags & 0x2)  # CO_NEWLOCALS
     within = within or (is_function and (not inside or code.co_name in inside))
     found = {line for _, _, line in code.co_lines() if line and line != code.co_firstlineno} if within else set()

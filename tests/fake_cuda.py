@@ -1,19 +1,19 @@
-"""CUDA devices on a CPU, so that tests execute the code that runs on GPUs: tensors, streams, events and torch.cuda.
+"""CUDA devices on a CPU, with which tests execute the code that runs on GPUs: tensors, streams, events and torch.cuda.
 
     with FakeCuda(devices=2) as cuda:
         x = torch.ones(3, device="cuda:1")          # host memory; x.is_cuda, x.device == cuda:1
         torch.cuda.synchronize()                    # BareCall: which device?
 
-A tensor is on a device when an operation has put it there: `device=`, `to`, `cuda`, or an operand that is there. Where
-operands are on different devices, an operation raises as CUDA would, so a forgotten copy is noticed. Operations run at
-once: streams and events have no order to violate (`benchmarks.gpu.models.streams` models that). What is checked:
+A tensor is on a device when an operation has put it there: `device=`, `to`, `cuda`, or an operand on the device. With
+operands on different devices an operation raises as CUDA would, so a forgotten copy is noticed. Operations run
+immediately: streams and events have no order to violate (`benchmarks.gpu.models.streams` models that). Checks:
 
     bare calls        torch.cuda's functions that would take the current device, called without one
     devices           operands on different devices; a device that this machine does not have
     host reads        `host_reads` counts operations that make the host wait for the device; they raise while
                       `torch.cuda.set_sync_debug_mode("error")` is set, as CUDA's do
 
-Only threads that have entered the mode (`with cuda.thread():`) may make device tensors: another one that allocates
+Only threads that have entered the mode (`with cuda.thread():`) may create device tensors: another thread that allocates
 device memory raises, as torch is built without CUDA here.
 """
 
@@ -43,16 +43,16 @@ _TO_DLPACK, _FROM_DLPACK = dlpack.to_dlpack, dlpack.from_dlpack
 
 
 _UNROUNDED = (torch.ops.aten.mm.dtype_out, torch.ops.aten.bmm.dtype_out)
-"""Of split layers, which widen operands on the CPU."""
+"""Products of split layers, which widen operands on the CPU."""
 _WIDE = (torch.ops.aten.mm.dtype, torch.ops.aten.addmm.dtype_out, *_UNROUNDED)
-"""Products of half-precision operands that are fp32: CUDA has them, the CPU has not."""
+"""Products of half-precision operands with an fp32 result, which CUDA has and the CPU lacks."""
 
 
 def _wide_product(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     *added, a, b, dtype = args
     if function in _UNROUNDED:
         return kwargs["out"].copy_(a.to(dtype) @ b.to(dtype))
-    product = (a @ b).to(dtype)  # rounded as on the CPU, whose numbers tests compare with
+    product = (a @ b).to(dtype)  # rounded as on the CPU, with which tests compare
     return kwargs["out"].copy_(added[0] + product) if added else product
 
 
@@ -61,7 +61,7 @@ class BareCall(AssertionError):
 
 
 class FakeStream:
-    """As `torch.cuda.Stream`; what it is given runs at once."""
+    """Like `torch.cuda.Stream`, but its operations run immediately."""
 
     def __init__(self, device: object = None, priority: int = 0) -> None:
         if device is None:
@@ -88,7 +88,7 @@ class FakeStream:
 
 
 class FakeEvent:
-    """As `torch.cuda.Event`: reached when it is recorded."""
+    """Like `torch.cuda.Event`, but reached as soon as it is recorded."""
 
     def __init__(self, enable_timing: bool = False, blocking: bool = False) -> None:
         self._timed, self.at = enable_timing, None
@@ -110,7 +110,7 @@ class FakeEvent:
 
 
 def tensors_in(tree: object) -> list[Tensor]:
-    """Of what operations take and return, in a fraction of the time of torch's pytrees."""
+    """The tensors in operands or results of operations, in a fraction of the time of torch's pytrees."""
     if isinstance(tree, Tensor):
         return [tree]
     if isinstance(tree, dict):
@@ -125,7 +125,7 @@ class _Mode(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Not by torch's wrapper, whose first call imports the compiler, and which each operation would pass."""
+        """False avoids torch's wrapper of each operation, whose first call imports the compiler."""
         return False
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -133,7 +133,7 @@ class _Mode(TorchDispatchMode):
 
 
 class FakeCuda:
-    """The devices of this machine. names: of the model of each device."""
+    """The devices of this machine. name: the model of each device."""
 
     def __init__(self, devices: int = 2, name: str = "NVIDIA H200", memory_bytes: int = 1 << 34) -> None:
         self.count, self.name, self.memory_bytes = devices, name, memory_bytes
@@ -151,7 +151,7 @@ class FakeCuda:
 
     def place(self, tensor: Tensor) -> int | None:
         """The number of the tensor's device; None on the host."""
-        tensor = plain(tensor)  # which has the storage of a ColumnTensor
+        tensor = plain(tensor)  # a ColumnTensor's storage is in its plain tensor
         if tensor.is_sparse or tensor.is_meta:
             return None
         return self._places.get(weakref.ref(tensor.untyped_storage()))
@@ -175,7 +175,7 @@ class FakeCuda:
             self._places[weakref.ref(storage, freed)] = index
 
     def shared(self, tensor: Tensor) -> Tensor:
-        """The memory of a tensor as another library's."""
+        """The memory of a tensor, as shared with another library."""
         made: Tensor = _FROM_DLPACK(_TO_DLPACK(tensor))
         index = self.place(tensor)
         if index is not None:
@@ -215,7 +215,7 @@ class FakeCuda:
         return result
 
     def _is_autograds_cast(self) -> bool:
-        """Whether autograd casts a gradient back to the format and the device that C++ sees of a tensor: the host."""
+        """Whether autograd casts a gradient to the number format and the device that C++ sees, which is the host."""
         return torch._C._current_graph_task_id() != -1 and not getattr(self._local, "moves", False)
 
     def _check(self, name: str, tensors: list[Tensor], places: list[int | None]) -> None:
@@ -239,7 +239,7 @@ class FakeCuda:
         self._sync_mode = mode
 
     def _to(self, tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """`Tensor.to`: as torch sees host memory everywhere, it would copy too often, or not at all."""
+        """`Tensor.to`; torch sees host memory everywhere, and would copy too often or not at all."""
         given, place = list(args), self.place(tensor)
         device = kwargs.pop("device", None)
         if device is None and given and isinstance(given[0], (str, int, torch.device)):
@@ -353,7 +353,7 @@ class FakeCuda:
 
     @contextlib.contextmanager
     def thread(self) -> Iterator[None]:
-        """This thread may make tensors on the devices."""
+        """Let this thread create tensors on the devices."""
         with _Mode(self):
             yield
 
@@ -381,14 +381,14 @@ class FakeCuda:
             for name, function in self._functions().items():
                 stack.enter_context(mock.patch.object(torch.cuda, name, function, create=True))
             for user in ("ranvier.pipeline.parts", "ranvier.tensor.keyed_dropout", "ranvier.tensor.split.loss"):
-                # no compiler for these devices, also where torch is built for CUDA and has one
+                # no compiler for these devices, even if torch is built for CUDA and has one
                 stack.enter_context(mock.patch(f"{user}.has_triton", lambda: False))
             stack.enter_context(mock.patch.object(torch.cuda, "default_generators", tuple(
                 torch.Generator() for _ in range(self.count))))
             stack.enter_context(mock.patch.object(dlpack, "to_dlpack", lambda tensor: tensor))
             stack.enter_context(mock.patch.object(dlpack, "from_dlpack", self.shared))
             stack.enter_context(mock.patch.object(torch.cuda.nccl, "version", lambda: (2, 28, 9)))
-            # The classes that Python code asks; operations themselves go on with host memory.
+            # What Python code asks of tensors; operations themselves use host memory.
             stack.enter_context(mock.patch.object(Tensor, "device", property(device_of), create=True))
             stack.enter_context(mock.patch.object(Tensor, "is_cuda", property(
                 lambda tensor: self.place(tensor) is not None), create=True))

@@ -1,4 +1,4 @@
-"""Small random models of transformers, saved as a user would, and what they compute."""
+"""Small random transformers models, saved as a user would save them, and their outputs and gradients."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ DINOV2 = dict(hidden_size=24, num_hidden_layers=2, num_attention_heads=3, mlp_ra
 
 
 def peer(kind: str, dtype: torch.dtype = torch.float64, seed: int = 1, **settings) -> nn.Module:
-    """transformers' model of this class with random parameters, in evaluation."""
+    """transformers' model of this class with random parameters, in evaluation mode."""
     transformers = pytest.importorskip("transformers")
     family = next(family for family in ("Bert", "ViT", "Dinov2", "GPT2", "Llama", "Mistral", "Qwen2", "Qwen3",
                                      "Gemma2", "Gemma3", "Gemma", "Olmo2", "Olmo3", "Phi3",
@@ -43,7 +43,7 @@ def saved(model: nn.Module, folder: Path) -> Path:
 
 
 def gradients_as_ours(model: nn.Module, folder: Path) -> dict[str, Tensor]:
-    """The gradients of transformers' parameters, under our names and in our layout: they travel as values do."""
+    """The gradients of transformers' parameters, converted to our names and layout like values."""
     carrier = copy.deepcopy(model)
     with torch.no_grad():
         for parameter, source in zip(carrier.parameters(), model.parameters(), strict=True):
@@ -53,7 +53,7 @@ def gradients_as_ours(model: nn.Module, folder: Path) -> dict[str, Tensor]:
 
 
 def blocks_of(model: Model, pretrained: Pretrained) -> dict[str, nn.Module]:
-    """All blocks, with the parameters of the folder, in evaluation."""
+    """All blocks, with the parameters of the folder, in evaluation mode."""
     blocks = {name: build().eval() for name, build in model.blocks.items()}
     with torch.no_grad():
         for name, parameter in parameters(blocks).items():
@@ -77,7 +77,7 @@ def relative(ours: Tensor, theirs: Tensor) -> float:
 
 
 def assert_gradients(blocks: dict[str, nn.Module], expected: dict[str, Tensor], tolerance: float = 1e-10) -> None:
-    """Of every parameter; relative to its own norm, or to a thousandth of the largest where that is more."""
+    """Check every parameter's gradient, relative to its norm or to a thousandth of the largest norm if that is more."""
     ours = {name: parameter.grad for name, parameter in parameters(blocks).items()}
     assert ours.keys() == expected.keys()
     scale = max(gradient.norm() for gradient in expected.values())
@@ -86,7 +86,7 @@ def assert_gradients(blocks: dict[str, nn.Module], expected: dict[str, Tensor], 
 
 
 def assert_classes(blocks: dict[str, nn.Module], inputs, model: nn.Module, expected: Tensor, folder: Path) -> None:
-    """Logits, the loss and every gradient are those of transformers' `model`, whose logits are `expected`."""
+    """Check that logits, loss and gradients are those of transformers' `model`, whose logits are `expected`."""
     logits, targets = forward(blocks, inputs), torch.tensor([1, IGNORED, 0])
     assert relative(logits, expected) < 1e-10
     total, weight = ClassLoss()(logits, targets)
@@ -98,8 +98,8 @@ def assert_classes(blocks: dict[str, nn.Module], inputs, model: nn.Module, expec
 
 
 def assert_starts(model: Model, inputs, targets) -> dict[str, nn.Module]:
-    """The blocks that `model` builds. They take a sample of two and have a loss; names, layers and initial values are
-    those of two layers of a transformer."""
+    """The blocks that `model` builds. Checks that they run two samples and have a loss, and that names, layers and
+    initial values are those of a transformer with two layers."""
     blocks = {name: build() for name, build in model.blocks.items()}
     total, weight = model.loss(forward(blocks, inputs), targets)
     assert total.isfinite() and weight == 2

@@ -1,4 +1,4 @@
-"""Whether MPI works here, asked once by each process of the tests: that starts two more."""
+"""Whether MPI works here; each process of the tests checks it once, by starting two more processes."""
 
 import pytest
 

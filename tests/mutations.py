@@ -2,9 +2,8 @@
 
 The faults are drawn with a fixed seed from the rooms below: another comparison, operator, number or condition, or a
 call that is left out. A first run of the tests, with a probe at each of these places, finds which tests execute it, in
-their own process or in a child. Then each fault is written into a copy of the repository and its tests run, the
-shortest ones first, until one fails. Faults that no test notices are printed: each is a missing assertion, or a line
-that makes no difference.
+their own process or in a child. Then each fault is written into a copy of the repository, and its tests run, shortest
+first, until one fails. Faults that no test notices are printed: each is a missing assertion, or a line without effect.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ NAMES = {"min": "max", "max": "min", "any": "all", "all": "any"}
 
 @dataclass(frozen=True, order=True)
 class Mutation:
-    """A fault in one line of `path`. begin, end: the expression that a probe goes around, in bytes of the line."""
+    """A fault in one line of `path`. begin, end: the expression that a probe wraps, in bytes of the line."""
 
     path: str
     line: int
@@ -53,7 +52,7 @@ class Mutation:
 
 
 def mutations_of(path: str, source: str) -> Iterator[Mutation]:
-    """Every fault of a file, in functions alone: other lines run when the file is imported, in all tests."""
+    """Every fault of a file, only in functions: other lines run when the file is imported, in all tests."""
     lines = source.encode().splitlines()
     for node in _inside_functions(ast.parse(source)):
         for begin, end, text in _changes(node, lines):
@@ -63,7 +62,7 @@ def mutations_of(path: str, source: str) -> Iterator[Mutation]:
 
 
 def _inside_functions(tree: ast.AST, within: bool = False) -> Iterator[ast.expr]:
-    """Expressions of one line that are evaluated in a function; not those of messages and of annotations."""
+    """One-line expressions that are evaluated in a function, except messages and annotations."""
     for name, child in ast.iter_fields(tree):
         for node in child if isinstance(child, list) else [child]:
             skipped = name in ("annotation", "returns", "decorator_list", "type_params")
@@ -73,17 +72,17 @@ def _inside_functions(tree: ast.AST, within: bool = False) -> Iterator[ast.expr]
             if within and isinstance(node, ast.expr) and node.lineno == node.end_lineno:
                 yield node
             if name == "args" and isinstance(tree, ast.FunctionDef):
-                continue  # defaults are evaluated with the file, too
+                continue  # defaults are also evaluated at import
             yield from _inside_functions(node, within or isinstance(tree, ast.FunctionDef))
 
 
 def _is_kernel(node: ast.AST) -> bool:
-    """Triton compiles the text of a kernel, where no probe can be."""
+    """Whether the node is a Triton kernel, whose text is compiled and cannot contain a probe."""
     return isinstance(node, ast.FunctionDef) and any("jit" in ast.unparse(one) for one in node.decorator_list)
 
 
 def _changes(node: ast.expr, lines: Sequence[bytes]) -> Iterator[tuple[int, int, bytes]]:
-    """(begin, end, text): bytes of the node's line, and what is there instead."""
+    """(begin, end, text): bytes of the node's line, and their replacement."""
     line = lines[node.lineno - 1]
     begin, end = node.col_offset, node.end_col_offset or 0
 
@@ -110,11 +109,11 @@ def _changes(node: ast.expr, lines: Sequence[bytes]) -> Iterator[tuple[int, int,
     elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in NAMES:
         yield begin, node.func.end_col_offset or 0, NAMES[node.func.id].encode()
     elif isinstance(node, ast.Call) and line.strip() == line[begin:end]:
-        yield begin, end, b"None"  # a call for what it does
+        yield begin, end, b"None"  # a call for its effect
 
 
 def chosen(count: int, seed: int, rooms: Sequence[str] = ROOMS) -> list[Mutation]:
-    """`count` faults, in as many different lines, as many in each room."""
+    """`count` faults in different lines, equally many in each room."""
     random_ = random.Random(seed)
     found: list[Mutation] = []
     for number, room in enumerate(rooms):
@@ -143,7 +142,7 @@ def at(number):
 
 
 def copy_repository(folder: Path) -> Path:
-    """The files that git tracks, and those of this checkout that it would."""
+    """Copy the files that git tracks, and the new ones that it does not ignore."""
     names = subprocess.run(["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"], cwd=ROOT,
                            check=True, capture_output=True, text=True).stdout.split("\0")
     for name in filter(None, names):
@@ -169,7 +168,7 @@ def run_tests(repository: Path, arguments: Sequence[str], seconds: float | None 
 
 
 def pytest_runtest_logreport(report: object) -> None:
-    """As a plugin of the run with probes: the seconds of each test, and whether it passed."""
+    """As a plugin of the run with probes, record the seconds of each test and whether it passed."""
     with open(DURATIONS, "a") as file:
         file.write(json.dumps([report.nodeid, report.duration, report.passed]) + "\n")  # type: ignore[attr-defined]
 
@@ -219,7 +218,7 @@ def noticed(mutation: Mutation, tests: Sequence[str], repository: Path, limit_se
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Print each fault that no test notices, and how many are noticed."""
+    """Print each fault that no test notices, and the number of noticed faults."""
     parser = argparse.ArgumentParser(prog="python -m tests.mutations", description=__doc__.partition("\n")[0])
     parser.add_argument("--count", type=int, default=100, help="faults (%(default)s)")
     parser.add_argument("--seed", type=int, default=0)

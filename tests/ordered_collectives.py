@@ -1,8 +1,8 @@
-"""Collectives of one rank without peers, for the detector of races: who reads and writes which memory, and since when.
+"""Collectives of one rank without peers, for the detector of races: which agent accesses which memory, and when.
 
-A collective runs on an agent of its own, as an NCCL kernel or a thread of Gloo's does: after what its caller's stream
-(for host memory, its caller) has done, and before nothing but what waits for it. Two collectives of one group have no
-order either, since `protocol.Group` promises none. Peers send what this rank sends, or zeros.
+A collective runs on its own agent, like an NCCL kernel or a thread of Gloo: after all earlier work of its caller's
+stream (for host memory, of its caller), and before only what waits for it. Two collectives of the same group are not
+ordered either, since `protocol.Group` promises no order. Peers send what this rank sends, or zeros.
 
     with OrderedCuda() as cuda:
         world = World(backend=LoneBackend(cuda, size=2), store=LoneStore(), ...)
@@ -29,12 +29,12 @@ class LoneStore(dist.HashStore):
     """A store in which the peers close each engine as soon as this rank does."""
 
     def check(self, keys: list[str]) -> bool:
-        """Whether it has the keys."""
+        """Whether the store has the keys."""
         return all(key.startswith("ranvier/closing/") for key in keys) or super().check(keys)
 
 
 def waiting() -> set[Site]:
-    """The waits that are under way: the innermost call that is no wait itself, and the waits that it has led to."""
+    """The waits in progress: the innermost call that is not a wait itself, and the waits that it called."""
     found, frame = set[Site](), sys._getframe(2)
     while frame is not None:
         path = frame.f_code.co_filename
@@ -47,7 +47,7 @@ def waiting() -> set[Site]:
 
 
 class _Collective:
-    """What torch returns of a collective."""
+    """The work that torch returns for a collective."""
 
     def __init__(self, cuda: OrderedCuda, reads: list[Tensor], writes: list[Tensor]) -> None:
         self._cuda, (first, *_) = cuda, (*writes, *reads)
@@ -60,7 +60,7 @@ class _Collective:
             if cuda.place(tensor) is None:
                 cuda.follow(tensor)
             cuda.access(tensor, self, self._clock, writes=written)
-            cuda.keep_for(tensor, self)  # torch keeps what a collective works on
+            cuda.keep_for(tensor, self)  # torch keeps a collective's tensors alive
 
     def wait(self) -> None:
         here = waiting()
@@ -88,7 +88,7 @@ class LoneGroup(TorchGroup):
         return TorchWork(collective, self._convert_error, self._waits, self._where)
 
     def _move(self, call: Any, output: Tensor, source: Tensor | None = None) -> None:
-        if source is None:  # members have the same, or send zeros
+        if source is None:  # members have the same value, or send zeros
             return
         if call is torch_group._REDUCE_SCATTER:
             output.copy_(source.chunk(len(self.ranks))[self.index])
@@ -99,7 +99,7 @@ class LoneGroup(TorchGroup):
 
 
 class LoneBackend:
-    """A `protocol.Backend` of one rank of `size`; the others are not there."""
+    """A `protocol.Backend` of one rank of `size`; the others do not exist."""
 
     name = "torch"
 

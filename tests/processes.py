@@ -1,4 +1,4 @@
-"""Processes that a test starts: what they import, and how they are found by what they were started with."""
+"""Processes that a test starts: their imports, and how to find them by their command line and environment."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import psutil
 
 
 def python_path(folder):
-    """PYTHONPATH of a process that finds packages in `folder` as well."""
+    """PYTHONPATH of a process that also finds packages in `folder`."""
     return os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(folder)]))
 
 
@@ -19,7 +19,7 @@ def processes_with(path, variable=""):
     name, equals, value = variable.partition("=")
     found = []
     for process in psutil.process_iter():
-        with suppress(psutil.Error):  # it has ended, or its environment is not to be read
+        with suppress(psutil.Error):  # it has ended, or its environment cannot be read
             of_path = process.pid != os.getpid() and any(str(path) in word for word in process.cmdline())
             told = process.environ().get(name) if of_path and name else None
             if of_path and (not name or (told == value if equals else told is not None)):

@@ -1,5 +1,5 @@
-"""What the code of a file refers to, by full names, however it was imported: for tests that no second file does what
-one is there for."""
+"""The full names of everything that a file's code refers to, however it was imported: for tests that only one file
+does what it is responsible for."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ _SAME = {"io": "", "_io": "", "builtins": "", "posix": "os", "torch.multiprocess
          "concurrent.futures.process": "concurrent.futures", "torch.distributed.distributed_c10d": "torch.distributed",
          "torch._C._distributed_c10d": "torch.distributed", "numpy.lib.npyio": "numpy", "safetensors.torch":
          "safetensors", "_pickle": "pickle"}
-"""Modules that have what another one has."""
+"""Modules that contain the names of another module."""
 _NAMED = {ast.Name, ast.Attribute, ast.Call, ast.Subscript}
 _REFERRING = _NAMED | {ast.ImportFrom}
 
 
 @dataclass(frozen=True)
 class Reference:
-    """name: the full one (`subprocess.run`); of what belongs to anything else than a module, a dot and the attribute
-    (`.read_text`). call: where it is called, the call."""
+    """name: the full name (`subprocess.run`); for an attribute of anything but a module, a dot and the attribute
+    (`.read_text`). call: the call, if it is called."""
 
     name: str
     call: ast.Call | None
@@ -31,12 +31,12 @@ class Reference:
 
 @cache
 def references_of_files() -> dict[str, list[Reference]]:
-    """Of every file of the package, by its path in it."""
+    """References of every file of the package, by its path in the package."""
     return {path.relative_to(ROOT).as_posix(): list(_references(inside)) for path, inside in nodes().items()}
 
 
 def references(code: str) -> Iterator[Reference]:
-    """All of a module, those of type annotations aside."""
+    """All references of a module, except those in type annotations."""
     return _references(walk(ast.parse(code)))
 
 
@@ -70,7 +70,7 @@ def _annotations(inside: list[ast.AST]) -> Iterator[ast.AST]:
 
 
 def _imported(nodes: list[ast.AST]) -> dict[str, str]:
-    """Name in the file -> full name, of what is imported anywhere in it, and of what has a second name."""
+    """Name in the file -> full name, for everything that is imported anywhere in the file, and for its aliases."""
     found: dict[str, str] = {}
     for node in nodes:
         if isinstance(node, ast.Import):
@@ -85,7 +85,7 @@ def _imported(nodes: list[ast.AST]) -> dict[str, str]:
 
 
 def _name(node: ast.AST, names: dict[str, str]) -> str:
-    """The full name of an expression; empty where it has none."""
+    """The full name of an expression; empty if it has none."""
     if type(node) not in _NAMED:
         return ""
     found = ""
@@ -108,7 +108,7 @@ def _name(node: ast.AST, names: dict[str, str]) -> str:
 
 
 def _attribute(node: ast.Call, names: dict[str, str]) -> str:
-    """The attribute that a call of getattr gets; empty for another call."""
+    """The attribute that a call of getattr gets; empty for other calls."""
     return _text(node.args[1:2]) if isinstance(node.func, ast.Name) and node.func.id == "getattr" else ""
 
 

@@ -1,4 +1,4 @@
-"""The package's own files, read and parsed once in a process: tests of how it is written share their trees."""
+"""The package's own files, read and parsed once in a process, and shared by the tests of its source code."""
 
 import ast
 import gc
@@ -11,7 +11,7 @@ ROOT = Path(ranvier.__file__).parent
 
 
 def walk(tree: ast.AST) -> list[ast.AST]:
-    """All nodes of a tree, as `ast.walk` gives them, in half of its time."""
+    """All nodes of a tree in the order of `ast.walk`, in half the time."""
     found = [tree]
     for node in found:
         for field in node._fields:
@@ -25,9 +25,9 @@ def walk(tree: ast.AST) -> list[ast.AST]:
 
 @cache
 def nodes() -> dict[Path, list[ast.AST]]:
-    """Every file of the package with all nodes of its tree, the module first, as `ast.walk` gives them.
+    """Every file of the package with all nodes of its tree, the module first, in the order of `ast.walk`.
 
-    There are 600,000 of them: garbage collections while they are made take twice as long as parsing does.
+    There are 600,000 nodes: garbage collections during their creation take twice as long as parsing.
     """
     was_enabled = gc.isenabled()
     gc.disable()

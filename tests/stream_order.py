@@ -1,4 +1,4 @@
-"""A detector of data races between CUDA streams and the host: a fake device that knows what must run before what.
+"""A detector of data races between CUDA streams and the host: a fake device that tracks which operations are ordered.
 
     with OrderedCuda(devices=2) as cuda:
         program()
@@ -7,12 +7,12 @@
 Each stream, each NCCL channel and each host thread has a vector clock (Mattern 1989). An operation joins the clock of
 the host thread that launches it; `record`, `wait_event`, `wait_stream`, `synchronize`, `query` and copies that the
 host waits for join clocks as the CUDA programming guide says ("Asynchronous Concurrent Execution"). Each access to
-device memory and to pinned host memory is kept with its clock. Two accesses conflict where no chain of waits orders
-them, whether or not this run has shown it. So one run stands for all orders in which a device may run it, and a wait
-that is left out (`left_out`) is noticed unless other waits imply it.
+device memory and to pinned host memory is kept with its clock. Two accesses conflict if no chain of waits orders them,
+even if this run did not show it. So one run represents all orders in which a device may run it, and a wait that is left
+out (`left_out`) is noticed unless other waits imply it.
 
-Device memory that is freed while another stream uses it is a race too, because the caching allocator may give it at
-once to the stream that allocated it, unless `record_stream` was called. New memory counts as written by that stream.
+Freeing device memory while another stream uses it is a race too, because the caching allocator may immediately give it
+to the stream that allocated it, unless `record_stream` was called. New memory counts as written by that stream.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from tests.fake_cuda import FakeCuda, FakeEvent, FakeStream, tensors_in
 ROOT = Path(ranvier.__file__).parent
 Clock = dict[object, int]
 Site = tuple[str, int, int]
-"""A wait: (file below ranvier/, its line, the line at which what it waits for was recorded, or 0)."""
+"""A wait: (file below ranvier/, its line, the line that recorded what it waits for, or 0)."""
 _NO_ACCESS = ("aten::empty", "aten::new_empty", "aten::set_", "aten::detach", "aten::_unsafe_view", "aten::lift_fresh")
 
 
@@ -55,7 +55,7 @@ def place() -> tuple[str, int]:
     frame = sys._getframe(1)
     while frame is not None and _file_below(frame.f_code.co_filename) is None:
         frame = frame.f_back
-    # `_event` records for its caller, which is what a reader wants to see
+    # `_event` records on behalf of its caller, whose line is the one to report
     if frame is not None and frame.f_code.co_name == "_event":
         frame = frame.f_back
     return ("", 0) if frame is None else (_file_below(frame.f_code.co_filename) or "", frame.f_lineno)
@@ -126,7 +126,7 @@ class _Event(FakeEvent):
 
 
 class OrderedCuda(FakeCuda):
-    """`FakeCuda` whose streams have an order. left_out: a wait that has no effect."""
+    """`FakeCuda` that tracks the order of streams. left_out: a wait that has no effect."""
 
     def __init__(self, devices: int = 2, left_out: Site | None = None) -> None:
         super().__init__(devices)
@@ -143,31 +143,31 @@ class OrderedCuda(FakeCuda):
 
     @property
     def host(self) -> Clock:
-        """The clock of this thread; a new one has that of the thread which has started it."""
+        """The clock of this thread; a new thread starts with the clock of the thread that started it."""
         found = vars(self._local).get("clock")
         if found is None:
             found = self._local.clock = dict(getattr(threading.current_thread(), "clock_at_start", {}))
         return found
 
     def waits(self, recorded: int) -> bool:
-        """Whether the wait that is running now has an effect."""
+        """Whether the current wait has an effect."""
         site = (*place(), recorded)
         self.sites.add(site)
         return site != self.left_out
 
     def require_idle(self, why: str) -> None:
-        """A race if a stream may still be working, for all that this thread knows."""
+        """Record a race if a stream may still be working, judged by the waits of this thread."""
         host = self.host
         if any(host.get(stream, 0) < stream.clock.get(stream, 0) for stream in self.streams):
             self._race(f"{why} while the device is busy")
 
     def _race(self, what: str) -> None:
-        self.races.append(what)  # and go on: a thread that ends here would stop the others
+        self.races.append(what)  # without raising: a thread that ends here would stop the others
 
     # ------------------------------------------------------------------ accesses
 
     def access(self, tensor: Tensor, agent: object, clock: Clock, *, writes: bool) -> None:
-        """`agent` reads or writes this tensor now; its clock is `clock`."""
+        """Record that `agent`, whose clock is `clock`, reads or writes this tensor now."""
         if tensor.is_meta or tensor.is_sparse or not tensor.numel():
             return
         key = self._key(tensor)
@@ -191,7 +191,7 @@ class OrderedCuda(FakeCuda):
             self._accesses[key] = [*kept, new]
 
     def _key(self, tensor: Tensor) -> int:
-        """Names the tensor's memory; from_numpy and DLPack make a storage of their own."""
+        """The key of the tensor's memory; from_numpy and DLPack create another storage for it."""
         storage = tensor.untyped_storage()
         return self._aliases.get(storage.data_ptr(), storage._cdata)
 
@@ -220,24 +220,24 @@ class OrderedCuda(FakeCuda):
 
             self._makers[key] = stream
             weakref.finalize(storage, freed).atexit = False
-        # The memory's last owner may still be writing, on this stream: torch's allocator promises no more.
+        # The last owner of the memory may still be writing on this stream: torch's allocator promises no more.
         join(stream.clock, self.host)
         stream.clock[stream] = stream.clock.get(stream, 0) + 1
         whole = Access(0, storage.nbytes(), True, stream, stream.clock[stream], place())
         self._accesses[key] = [whole]
 
     def keep_for(self, tensor: Tensor, stream: _Stream) -> None:
-        """When this tensor is freed, its memory is not used again before `stream` is through with it."""
+        """Once this tensor is freed, do not reuse its memory before `stream` has finished with it."""
         self._recorded.setdefault(self._key(tensor), set()).add(stream)
 
     def pinned(self, tensor: Tensor) -> Tensor:
-        """This host tensor is in pinned memory, which copies use while the host goes on."""
+        """Mark this host tensor as pinned memory, which copies use while the host continues."""
         storage = tensor.untyped_storage()
         key, address = storage._cdata, storage.data_ptr()
 
         def freed() -> None:
             self._aliases.pop(address, None)
-            self._pinned.discard(key)  # torch's allocator waits for copies before it uses such memory again
+            self._pinned.discard(key)  # torch's allocator waits for copies before it reuses such memory
             self._accesses.pop(key, None)
 
         self._pinned.add(key)
@@ -246,7 +246,7 @@ class OrderedCuda(FakeCuda):
         return tensor
 
     def follow(self, tensor: Tensor) -> None:
-        """This host tensor is used by others than the host from here on."""
+        """From now on, track this host tensor, which is used by others than the host."""
         if tensor.untyped_storage()._cdata not in self._pinned:
             self.pinned(tensor)
 
@@ -305,7 +305,7 @@ class OrderedCuda(FakeCuda):
         if (ends[0] is None) == (ends[1] is None):
             return False
         non_blocking = kwargs.get("non_blocking", args[2] if name == "aten::copy_" and len(args) > 2 else False)
-        # Into ordinary memory the host waits whatever it asks for. From it, CUDA copies to a buffer of its own first.
+        # For copies into pageable memory the host always waits. From it, CUDA first copies to its own buffer.
         to_pageable = ends[0] is None and target.untyped_storage()._cdata not in self._pinned
         return not non_blocking or to_pageable
 
@@ -342,7 +342,7 @@ class OrderedCuda(FakeCuda):
                 "synchronize": self._synchronize}
 
     def read_by_host(self, tensor: Tensor, *, writes: bool = False) -> None:
-        """What torch does not see: numpy, MPI, a file."""
+        """Record an access of the host that torch does not see: by numpy, MPI, or a file."""
         host, me = self.host, threading.get_ident()
         host[me] = host.get(me, 0) + 1
         self.access(tensor, me, host, writes=writes)
@@ -365,7 +365,7 @@ class OrderedCuda(FakeCuda):
         def reading(call: Any) -> Any:
             def read(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
                 place = self.place(tensor)
-                if place is not None:  # copied to the host first, which waits
+                if place is not None:  # first copied to the host, which waits
                     join(self.host, self.current_stream(place).clock)
                 self.read_by_host(tensor)
                 return call(tensor, *args, **kwargs)
@@ -391,7 +391,7 @@ def _line(access: Access) -> str:
 
 
 class OrderedQueue:
-    """A queue between threads; who takes something knows what its sender knew."""
+    """A queue between threads; taking an item joins the clock of its sender."""
 
     def __init__(self, cuda: OrderedCuda) -> None:
         self._cuda, self._items = cuda, queue.SimpleQueue[Any]()
@@ -409,7 +409,7 @@ class OrderedQueue:
 
 
 class OrderedLock:
-    """A lock; who takes it knows what its last holder knew."""
+    """A lock; taking it joins the clock of its last holder."""
 
     def __init__(self, cuda: OrderedCuda) -> None:
         self._cuda, self._lock, self._clock = cuda, threading.Lock(), Clock()
@@ -433,7 +433,7 @@ class OrderedKernel(nccl.Kernel):
         if self.ended:
             if self.cuda.waits(0):
                 join(self.cuda.host, self.clock)
-            self.payload = None  # whoever frees it then knows that it has ended
+            self.payload = None  # freeing it is then ordered after its end
         return self.ended
 
     def wait(self) -> None:
@@ -444,7 +444,7 @@ DEVICE = torch.device("cuda", 1)
 
 
 class OrderedDevices(nccl.Devices):
-    """The model of NCCL, whose kernels read and write on streams of their own, after what their caller's stream did."""
+    """The model of NCCL; its kernels read and write on their own streams, after earlier work of the caller's stream."""
 
     def __init__(self, size: int, cuda: OrderedCuda) -> None:
         super().__init__(size)
@@ -457,7 +457,7 @@ class OrderedDevices(nccl.Devices):
         join(channel.clock, self._cuda.host)
         channel.clock[channel] = channel.clock.get(channel, 0) + 1
         self._cuda.access(tensor, channel, channel.clock, writes=kind == "receive")
-        if tensor.untyped_storage().resizable():  # torch keeps what NCCL works on, of its allocator's own memory
+        if tensor.untyped_storage().resizable():  # torch keeps NCCL's tensors alive if its own allocator made them
             self._cuda.keep_for(tensor, channel)
         with torch.utils._python_dispatch._disable_current_modes():
             kernel: Any = super()._launch(kind, rank, source, destination, tensor)
@@ -468,7 +468,7 @@ class OrderedDevices(nccl.Devices):
 
 @contextlib.contextmanager
 def ordered_transport(cuda: OrderedCuda, module: Any, size: int) -> Iterator[list[Any]]:
-    """Within, the NCCL transport's own locks and queues order its threads. Gives the message box of each rank."""
+    """Within the block, the NCCL transport's own locks and queues order its threads. Yields each rank's message box."""
     threads = SimpleNamespace(Lock=lambda: OrderedLock(cuda), Event=threading.Event, Thread=threading.Thread)
     queues = SimpleNamespace(SimpleQueue=lambda: OrderedQueue(cuda), Empty=queue.Empty)
     with mock.patch.object(module, "dist", OrderedDevices(size, cuda)), mock.patch.object(module, "queue", queues), \

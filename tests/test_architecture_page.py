@@ -13,7 +13,7 @@ def section(title: str) -> str:
 
 
 def names_in(path: Path) -> set[str]:
-    """What a file, or the files of a package, define at any level."""
+    """Names that a file, or the files of a package, define at any level."""
     files = sorted(path.rglob("*.py")) if path.is_dir() else [path.with_suffix(".py")]
     text = "\n".join(file.read_text() for file in files)
     return set(re.findall(r"(?:def|class) (\w+)", text)) | set(re.findall(r"^\s*(?:self\.)?(\w+)(?::[^=\n]+)? = ", text,
@@ -21,7 +21,7 @@ def names_in(path: Path) -> set[str]:
 
 
 def test_where_each_decision_is_made() -> None:
-    """In a row's second cell a path is followed by names in it: `file` `name` `Class.method`."""
+    """In a row's second cell a path is followed by names from that file: `file` `name` `Class.method`."""
     rows, wrong = re.findall(r"^\| (.+?) \| (.+) \|$", section("Where is ... decided?"), re.MULTILINE), []
     for question, places in rows[1:]:
         known: set[str] = set()
@@ -41,7 +41,7 @@ def test_rooms_are_those_of_the_package() -> None:
 
 
 def test_listed_files_exist() -> None:
-    """A line of a room starts with names of its files and folders; those of a file of Python have no ending."""
+    """A line of a room starts with names of its files and folders; Python files are named without their suffix."""
     room, missing = "", []
     for line in section("The packages").splitlines():
         if found := re.match(r"      (\w+)/ ", line):

@@ -1,4 +1,4 @@
-"""Arguments of public functions: each is checked by its annotation, before anything else happens."""
+"""Arguments of public functions: each is checked against its annotation before anything else happens."""
 
 import inspect
 import math
@@ -31,7 +31,7 @@ from tests.pipeline.parity import squared
 
 
 def words(value):
-    """The test's name for a parameter."""
+    """The test's ID for a parameter."""
     return "" if isinstance(value, (tuple, dict)) else str(value)
 
 
@@ -90,7 +90,7 @@ ANYWHERE = {
     check_blocks: {"module": nn.Linear(4, 4), "blocks": {}, "sample": torch.ones(2, 4)},
     check_split: {"model": nn.Linear(4, 4), "sample": torch.ones(2, 4)}}
 NOT_CHECKED = {"rerun", "sample", "policy", "stream"}
-"""Arguments of functions above that nothing checks before their use."""
+"""Arguments of the functions above that are not checked before their use."""
 
 
 @pytest.mark.parametrize("door", [*ON_A_RANK, *ANYWHERE], ids=lambda door: getattr(door, "__name__", "run"))
@@ -148,7 +148,7 @@ def test_the_message():
 
 
 def test_numbers_of_numpy_on_several_ranks():
-    """They are compared between ranks, as text."""
+    """Such numbers are compared between ranks as text."""
     def work(world):
         engine = ranvier.Engine(blocks(), world, mesh=ranvier.Mesh(pipe=2), loss=squared, optim=Optim(),
                                 seed=numpy.int64(3), frozen=numpy.int64(0), nominal_weight=numpy.float32(2.0),

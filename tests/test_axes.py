@@ -1,7 +1,7 @@
-"""Who names an axis: callers ask a mesh by roles, so that a new axis does not change them.
+"""Which files name an axis: callers ask a mesh for roles, so that a new axis does not change them.
 
-An axis stands by name in `mesh`, in the tensor layers that define a scheme, in the settings, in the command, and in
-launch's public arguments. Elsewhere a file that names one is counted here.
+Axes are named in `mesh`, in the tensor layers that define a scheme, in the settings, in the command, and in launch's
+public arguments. Other files that name an axis are counted here.
 """
 
 import ast
@@ -34,9 +34,9 @@ from tests.sources import ROOT, nodes
 
 NAMED_THERE = ("mesh.py", "tensor/", "config/", "cli/", "launch/start.py", "launch/run_function.py")
 MOST_FILES = 16
-"""Files elsewhere that name an axis, at most."""
+"""Maximum number of other files that name an axis."""
 _ON_A_MESH = re.compile(r"(mesh|coordinates|\bat|candidate|situation|trial|change)(\(.*\))?$")
-"""Expressions whose attribute `data` is an axis: it is the only name of an axis that others have, too."""
+"""Expressions whose attribute `data` is an axis; it is the only axis name that other things have too."""
 _SIZES = {"Mesh", "at", "resized", "with_sizes"}
 """Functions whose keywords are axes."""
 _NAMES = {"group", "groups", "place_groups", "replace"}
@@ -75,7 +75,7 @@ def names_an_axis(inside):
 
 
 def files_that_name_an_axis():
-    """By their path in the package, with the lines."""
+    """Path in the package -> the lines that name an axis."""
     found = {}
     for path, inside in nodes().items():
         name = path.relative_to(ROOT).as_posix()
@@ -158,7 +158,7 @@ def test_ranks_along_another_axis_are_refused_by_name(enter):
     with pytest.raises(ConfigError) as caught:
         enter()
     assert (caught.value.code, caught.value.value) == ("mesh-axis-unknown", 2)
-    assert caught.value.where in ("mesh.context", "Mesh(context=...)"), "as the audience writes it"
+    assert caught.value.where in ("mesh.context", "Mesh(context=...)"), "as the user writes it"
 
 
 def _raise(found):

@@ -1,4 +1,4 @@
-"""Classes that hold a run's state stay readable: few methods, and all of their attributes in one place."""
+"""Classes that hold a run's state stay readable: few methods, and all attributes defined in one place."""
 
 import ast
 
@@ -14,7 +14,7 @@ def methods(node):
 
 
 def attributes(function):
-    """Those that a method sets on its first argument."""
+    """Attributes that a method sets on its first argument."""
     own = function.args.args[0].arg if function.args.args else None
     return {node.attr for node in ast.walk(function) if isinstance(node, ast.Attribute)
             and isinstance(node.ctx, ast.Store) and isinstance(node.value, ast.Name) and node.value.id == own}
@@ -30,7 +30,7 @@ def known(node, classes):
 
 
 def faults(inside):
-    """What is wrong with the classes of a file."""
+    """Faults of the classes in a file."""
     classes = {node.name: node for node in inside if isinstance(node, ast.ClassDef)}
     for name, node in classes.items():
         if (count := len(methods(node))) > MOST_METHODS:

@@ -1,6 +1,6 @@
-"""Every wait for a collective in the package: with all of them there is no race, without any one of them there is one.
+"""Every wait for a collective in the package: with all waits there is no race; without any one there is a race.
 
-One rank runs the package's code with groups whose other members are not there (`tests.ordered_collectives`).
+One rank runs the package's code with groups whose other members do not exist (`tests.ordered_collectives`).
 """
 
 import ast
@@ -43,7 +43,7 @@ EXCEPTIONS = {
     ("comm/collectives.py", "self._all_gather(here.new_empty(len(self.ranks)), here).wait()"):
         "a barrier orders ranks, and no memory",
     ("optim/gradients.py", "chunk.work.wait()"): "of a batch that no step has followed; its statistics have waited"}
-"""Waits that order no accesses."""
+"""Waits that order no accesses, with the reason."""
 _TABLE = "lookup tables on CPUs; tests/pipeline/test_touched_rows.py compares the bits"
 _CALL = "calls a wait that is in a scenario"
 _TOOL = "a tool of tests, with waits of its own"
@@ -77,7 +77,7 @@ OTHER = {
     ("tensor/split/linear.py", "self._add_gradients(dw.wait())"): "on one row, where nothing travels",
     ("tensor/split/stationary.py", "arriving.wait()"): "of a row without tokens, which computes nothing",
     ("tensor/overlapped_transfers.py", "arriving.wait()"): "tests/tensor/test_overlapped_transfers.py counts it"}
-"""What has the name of a wait, and is in no scenario."""
+"""Calls that are named like a wait and are in no scenario."""
 
 
 def world_of(cuda, size, rank=0):
@@ -120,7 +120,7 @@ def in_two_batches(engine, batch):
 
 
 def told(engine, batch):
-    """The numbers of a step are told a step later."""
+    """The numbers of a step are reported a step later."""
     group = engine._connections.all
     Meter(Timeline(), group, torch.device("cpu")).step(1, engine.train_batch(batch), 0.1).event(
         1.0, PeakRate(1.0, None))
@@ -157,7 +157,7 @@ class WithBuffers(nn.Module):
 
 
 class FailsAtFirst(nn.Module):
-    """A layer whose first backward fails when the gradient of the one behind it is on its way."""
+    """A layer whose first backward fails while the gradient of the next layer is being summed."""
 
     def __init__(self):
         super().__init__()
@@ -186,13 +186,13 @@ def failed_batch(cuda):
 
 
 MANY = {"bucket_size": 2, "chunk_buckets": 1, "model": lambda: nn.Sequential(nn.Linear(3, 9), nn.Linear(9, 2))}
-"""More chunks than may be under way at once."""
+"""More chunks than may be in progress at the same time."""
 
 
 # ---------------------------------------------------------------------- rows and columns
 
 def split(make, row, col, scheme, *, optim=None, batch=None, train=Engine.train_batch, **options):
-    """Two steps on a mesh, of two microbatches each; the weights' order is known in the second."""
+    """Two steps on a mesh with two microbatches each; in the second the order of the weights is known."""
     settings = replace(SCHEMES[scheme], keep_weights=options.pop("keep_weights", False))
     panel_bytes = options.pop("panel_bytes", 1 << 20)
 
@@ -215,7 +215,7 @@ def split(make, row, col, scheme, *, optim=None, batch=None, train=Engine.train_
 
 
 def begun(cuda):
-    """The last column builds its engine: what others have is sent to it."""
+    """The last column builds its engine, and values of other columns are sent to it."""
     engine = Engine(gpt(), world_of(cuda, 2, 1), mesh=Mesh(col=2), dtype=torch.float64, tensor=SCHEMES["megatron"])
     for parameter in engine.parameters():
         parameter.detach().clone()
@@ -227,7 +227,7 @@ def of_family(kind, row, col, scheme):
 
 
 def evaluated(engine, batch):
-    """One loss first, and the whole outputs then; ranks agree on something."""
+    """First a loss, then the full outputs; then ranks agree on a value."""
     assert engine.evaluate(batch).weight
     engine.predict([Microbatch(one.inputs, samples=one.samples) for one in batch])
     engine.agree(True)
@@ -248,7 +248,7 @@ def adapted(method="lora", **changed):
 
 
 def seen_by_a_hook(engine, batch):
-    """Who hooks a weight sees its whole gradient; the step after a freeze has no use for what was saved for it."""
+    """A hook on a weight sees its full gradient."""
     handles = [one.register_hook(lambda gradient: gradient.clone()) for one in engine.parameters()]
     engine.train_batch(batch)
     for handle in handles:
@@ -256,7 +256,7 @@ def seen_by_a_hook(engine, batch):
 
 
 class Gated(nn.Module):
-    """What a block's own code does with columns: a replicated score beside what is split."""
+    """A block's own code on columns: a replicated score next to split activations."""
 
     def __init__(self):
         super().__init__()
@@ -272,7 +272,7 @@ class Gated(nn.Module):
 
 
 class LastToken(nn.Module):
-    """A class by the last token, which another column has."""
+    """Classes of the last token, which another column has."""
 
     def __init__(self):
         super().__init__()
@@ -303,7 +303,7 @@ def token_loss(y, t):
 
 
 def deferred(cuda):
-    """A product waits, with the gathered gradient that it needs; that of the input is not wanted."""
+    """A product is deferred with the gathered gradient that it needs; the input needs no gradient."""
     backend = world_of(cuda, 2).backend
     mesh = TensorMesh(backend.group("row", [[0], [1]]), backend.group("col", [[0, 1]]), SCHEMES["stationary"])
     layer = split_layers(layers.Linear(12, 12, stationary="input").to(DEVICE), mesh, "layer")
@@ -316,7 +316,7 @@ def deferred(cuda):
 
 
 def in_parts(cuda):
-    """What columns have sent their parts of is gathered."""
+    """A tensor whose parts were sent by columns is gathered."""
     world = world_of(cuda, 2)
     mesh = TensorMesh(world.backend.group("row", [[0], [1]]), world.backend.group("col", [[0, 1]]), SCHEMES["megatron"])
     parts = ColumnParts(mesh, Mesh(pipe=2, col=2), world)
@@ -327,7 +327,7 @@ def in_parts(cuda):
 # ---------------------------------------------------------------------- groups by themselves
 
 def host_group(cuda):
-    """Numbers, texts and large sums of half precision in host memory."""
+    """Numbers, texts and large half-precision sums in host memory."""
     group = world_of(cuda, 2).backend.group("test", [[0, 1]])
     assert group.gather_objects("text") == ["text"] * 2 and group.gather_number(3) == [3, 3]
     group.barrier()
@@ -340,7 +340,7 @@ def host_group(cuda):
 
 
 def between_two(cuda):
-    """The seconds of an all-reduce between two ranks, by fewer rounds."""
+    """The seconds of an all-reduce between two ranks, measured in fewer rounds."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(measure, "range", lambda count: range(min(count, 2)), raising=False)
         measure._collective(world_of(cuda, 2))
@@ -391,10 +391,10 @@ SCENARIOS = {
 
 
 def run(name, left_out=None):
-    """The waits for collectives that a scenario makes, and the first race; None without one."""
-    rotary._tables.cache_clear()  # a device of another run is none of this one
+    """The waits for collectives that a scenario makes, and the first race or None."""
+    rotary._tables.cache_clear()  # devices of another run do not exist in this one
     with OrderedCuda(devices=2, left_out=left_out) as cuda, pytest.MonkeyPatch.context() as patch:
-        # this rank's number comes back as the sum of all, whose factors would cancel it
+        # the sum over all ranks is this rank's own number, while the check's factors should cancel out
         patch.setattr(SameTargets, "check", lambda self, sums: None)
         patch.setattr(SameRates, "check", lambda self, total, ranks: None)
         patch.setattr(BatchStatistics, "num_updates", property(lambda self: 0, lambda self, value: None), raising=False)
@@ -407,11 +407,11 @@ FEW = ("numbers of a step", "llama 2 x 2", "convolved", "host", "in the backward
        "gpt 2 x 2 summa", "lora sequence", "norms by layer", "whole state", "many chunks",
        "gpt 2 x 2 stationary-sequence", "sharded bf16", "dora", "recomputed, sequence", "hooked", "span", "muon",
        "whole state 2 x 2", "adafactor")
-"""Scenarios that reach every wait together."""
+"""Scenarios that together reach every wait."""
 
 
 def waits_in(names):
-    """The waits of these scenarios; none of them has a race."""
+    """The waits of these scenarios; checks that none of them has a race."""
     found, seconds = {}, {}
     for name in names:
         began = time.perf_counter()
@@ -422,7 +422,7 @@ def waits_in(names):
 
 
 def waits_of(inside):
-    """The lines of a file on which something is waited for without a limit of time."""
+    """The lines of a file with a wait that has no time limit."""
     return {node.lineno for node in inside if isinstance(node, ast.Call)
             and isinstance(node.func, ast.Attribute) and node.func.attr == "wait" and not node.args}
 
@@ -442,7 +442,7 @@ QUICK = ("convolved", "host", "in the backward, bf16", "compared", "fp16", "aver
 
 
 def test_waits_of_quick_scenarios_are_enough():
-    """None of them has a race; what is excepted is in the source."""
+    """None of them has a race, and all exceptions are in the source."""
     reached = {(file, text_of(file, line)) for sites in waits_in(QUICK).values() for file, line, _ in sites}
     there = {(file, text_of(file, line)) for file, line in all_waits()}
     assert OTHER.keys() <= there and len(reached & there) > 20
@@ -453,7 +453,7 @@ def test_waits_of_quick_scenarios_are_enough():
 def test_every_wait_for_a_collective_is_in_a_scenario(names):
     reached = {site[:2] for site in set().union(*waits_in(names).values())}
     missed = {(file, text_of(file, line)) for file, line in all_waits() - reached}
-    assert missed == OTHER.keys()  # what is reached now is no exception any more
+    assert missed == OTHER.keys()  # a wait that is reached must not be an exception
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""What counts as a line of code."""
+"""Which lines count as lines of code."""
 
 from tests.count_lines import lines_of_code
 

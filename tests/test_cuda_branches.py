@@ -1,6 +1,6 @@
-"""Code that only runs on CUDA devices runs here on a fake one: a whole run, the cache of frozen layers, measurements.
+"""Code that only runs on CUDA devices runs here on a fake device: a full run, the cache of frozen layers, measurements.
 
-The last test looks for branches for devices that no scenario here or in `test_stream_order` has executed.
+The last test looks for branches for devices that no scenario here or in `test_stream_order` executes.
 """
 
 import ast
@@ -45,14 +45,14 @@ ELSEWHERE = {
     "cli/options.py": "tests/cli/test_first_guesses.py", "tensor/layers/norms.py": "tests/test_fake_cuda.py",
     "tensor/deferred_linear.py": "tests/test_fake_cuda.py",
     "tensor/keyed_dropout.py": "tests/tensor/test_dropout_kernel.py"}
-"""Files whose branches for devices run in tests of their own."""
+"""Files whose branches for devices run in their own tests."""
 DEVICE = torch.device("cuda", 1)
 SMALL_SIZES = Sizes(products=((64, 32, 32), (32, 64, 32)), attention=(2, 4, 128, 32), elements=1 << 10, seconds=0.0)
 
 
 @pytest.fixture
 def small_peak(monkeypatch):
-    """The products by which a device's peak is measured are small."""
+    """Use small products to measure a device's peak."""
     arange = torch.arange
     monkeypatch.setattr(torch, "arange", lambda *sizes, **options: arange(
         *(min(size, 64) if size == 8192 else size for size in sizes), **options))
@@ -69,20 +69,20 @@ def small_run(folder, **options):
 
 
 def whole_run(folder, device):
-    """A run that saves and ends, and what its summary says."""
+    """Run with a checkpoint at the end; returns its summary."""
     run = small_run(folder, launch=Launch(device=device.type))
     return train(run, "small", world_of_one(device), stream=io.StringIO())
 
 
 def one_more_step(folder):
-    """The run in `folder` goes on, on a device."""
+    """Resume the run in `folder` on a device."""
     run = small_run(folder, launch=Launch(device="cuda"))
     run = replace(run, resume="auto", train=replace(run.train, steps=4))
     return train(run, "small", world_of_one(DEVICE), stream=io.StringIO())
 
 
 def cached_states(folder):
-    """States of frozen blocks are written from a device, and read back to it."""
+    """Write states of frozen blocks from a device, and read them back to it."""
     prefix = Prefix(depth=2)
     prefix.x = prefix.x.to(DEVICE)
     for _, _, module in prefix.blocks:
@@ -95,8 +95,8 @@ def cached_states(folder):
 
 
 def measured(monkeypatch):
-    """A cluster file of a machine with two devices; its products are small, and few. The fake device has products in
-    float8 where a CPU has."""
+    """A cluster file of a machine with two devices, measured with small and few products. The fake device has float8
+    products if the CPU has them."""
     if not runs_on_cpu():
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     monkeypatch.setattr(measure, "GPU", SMALL_SIZES)
@@ -113,7 +113,7 @@ def measured(monkeypatch):
 
 
 def choices():
-    """What a machine's devices decide before ranks are there."""
+    """Choices that depend on a machine's devices before ranks exist."""
     assert auto._devices(Run(), 8) == 2 and start.local_devices("auto") == 2 and start.local_devices("cpu") >= 1
     assert auto.cluster_for(Run(), 2, 2).device.memory_bytes == 1 << 34
     assert device_bytes(DEVICE) == 1 << 34 and device_bytes(torch.device("cpu")) is None
@@ -135,7 +135,7 @@ def choices():
 # ---------------------------------------------------------------------- tests
 
 def test_a_run_on_a_device_has_the_cpus_losses(tmp_path, small_peak):
-    """And its memory report has what the device holds beside tensors; its summary the device's published peak."""
+    """Its memory report also has what the device holds besides tensors, and its summary the device's published peak."""
     expected = whole_run(tmp_path / "cpu", torch.device("cpu"))
     with FakeCuda(devices=2) as cuda:
         found = whole_run(tmp_path / "cuda", DEVICE)
@@ -164,7 +164,7 @@ def test_devices_decide_what_ranks_use():
 
 
 def branches_for_devices(path):
-    """Lines of a file that are there for CUDA: those that call it, and what `if`s about it run on a device."""
+    """Lines of a file that exist for CUDA: those that call it, and branches that only run on a device."""
     source = path.read_text()
     lines = {number for number, line in enumerate(source.splitlines(), 1) if "torch.cuda." in line or "is_cuda" in line}
     for node in ast.walk(ast.parse(source)):
@@ -185,7 +185,7 @@ def test_every_branch_for_devices_is_executed(tmp_path, small_peak, monkeypatch)
             one_more_step(tmp_path / "cuda")
             cached_states(tmp_path / "cache")
             choices()
-            if runs_on_cpu():  # whose products the fake device has
+            if runs_on_cpu():  # the fake device has the CPU's products
                 on_one_rank(Program(layers=1, steps=1, float8=True), DEVICE)
             on_one_rank(Program(layers=1, steps=1), DEVICE)  # an engine without the command's `auto`
             with monkeypatch.context() as patch:

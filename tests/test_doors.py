@@ -1,5 +1,5 @@
-"""One door of each kind: the files that may import by name, start processes, open files that others can write, or talk
-to other processes."""
+"""For each kind of door, the only files that may import by name, start processes, open files that others can write, or
+talk to other processes."""
 
 import pytest
 
@@ -25,7 +25,7 @@ RUNS_CODE = {"importlib.import_module", "importlib.reload", "importlib.util.spec
 
 
 def runs_code(reference: Reference) -> bool:
-    if reference.name == "numpy.load" and reference.call is not None:  # which unpickles only where it is told to
+    if reference.name == "numpy.load" and reference.call is not None:  # unpickles only on request
         return any(keyword.arg == "allow_pickle" and getattr(keyword.value, "value", True) is not False
                    for keyword in reference.call.keywords)
     return reference.name in RUNS_CODE or reference.name.startswith("importlib.machinery.Source")
@@ -43,7 +43,7 @@ STARTERS = {"os.system", "os.popen", "os.fork", "os.forkpty", "concurrent.future
             "torch.distributed.run.run", "torch.distributed.run.main"}
 STARTING = ("os.exec", "os.spawn", "os.posix_spawn", "pty.", "subprocess.", "multiprocessing.", "_posixsubprocess.",
             "asyncio.create_subprocess_", "asyncio.subprocess.", "torch.distributed.launcher.")
-"""Beginnings of names."""
+"""Prefixes of names."""
 STARTS_NOTHING = {"subprocess.PIPE", "subprocess.STDOUT", "subprocess.DEVNULL", "subprocess.SubprocessError",
                   "subprocess.TimeoutExpired", "subprocess.CalledProcessError", "subprocess.CompletedProcess"}
 
@@ -69,7 +69,7 @@ OPENS_FILES = {
     # files of the package
     "config/read.py": "a shipped recipe", "config/presets.py": "shipped presets",
     "cost/cluster_files.py": "a shipped cluster", "pictures/report_page.py": "the template of report.html",
-    # folders that this process has made, and nobody else can write
+    # folders that this process has created, and that no other user can write
     "planner/trial.py": "a temporary folder",
     "launch/rank_processes.py": "a temporary folder", "launch/run_function.py": "a temporary folder",
     "system/tensor_file.py": "a new folder", "checkpoint/hf/export_model.py": "a new folder",
@@ -80,7 +80,7 @@ OPENS_FILES = {
     "cli/generate.py": "a file of prompts", "data/corpus.py": "a corpus",
     "data/images.py": "images", "data/named_files.py": "tables", "data/sentences.py": "tables",
     "data/tables.py": "tables",
-    # files that `member` or a size and a checksum have judged
+    # files that `member`, or a size and a checksum, have checked
     "checkpoint/hf/peft.py": "tensors of `member`; a new configuration",
     "checkpoint/manifest.py": "parts of a manifest",
     "checkpoint/files.py": "a folder, for fsync", "checkpoint/hf/pretrained.py": "tensors of `member`",
@@ -119,7 +119,7 @@ def opens_file(reference: Reference) -> bool:
 
 PARSES_JSON = {
     "system/untrusted_file.py": "the door",
-    # what ranks of this run have written
+    # texts that ranks of this run have written
     **dict.fromkeys(("launch/devices.py", "launch/failures.py", "launch/heartbeat.py", "launch/supervision.py",
                      "launch/joining.py", "launch/lost_ranks.py", "checkpoint/checkpoints.py", "train/joining.py"),
                     "values of the signed store"),
@@ -131,7 +131,7 @@ PARSES_JSON = {
     "data/template_process.py": "lines of the process that started it",
     "testing/freezing.py": "its own text",
     "testing/tasks.py": "its own text",
-    # texts that a checksum has judged
+    # texts that a checksum has checked
     "checkpoint/objects.py": "objects of a checkpoint", "data/images.py": "a package",
     "data/tokenizer.py": "a vocabulary, checked",
 }
@@ -160,7 +160,7 @@ CONNECTING = ("torch.distributed.rendezvous.", "torch.distributed.rpc.", "torch.
 
 def connects(reference: Reference) -> bool:
     name, call = reference.name, reference.call
-    if name == "torch.distributed.init_process_group":  # torch makes no store of its own where it is given one
+    if name == "torch.distributed.init_process_group":  # torch creates no store if it gets one
         given = {keyword.arg for keyword in call.keywords} if call is not None else set()
         return "store" not in given or "init_method" in given or None in given or len(call.args) > 1
     return name in CONNECTORS or name.startswith(CONNECTING)
@@ -180,11 +180,11 @@ def test_only_these_files_do_it(door):
             found[file] = names
     allowed = DOORS[door]
     assert {file: names for file, names in found.items() if file not in allowed} == {}, "use the door, or say why not"
-    assert allowed.keys() - found.keys() == set(), "these do it no more"
+    assert allowed.keys() - found.keys() == set(), "these files no longer do it"
 
 
 def test_only_the_door_builds_the_command_line_of_an_interpreter():
-    # ranks of a user's own program run as the program does; mpiexec lies beside the interpreter
+    # ranks of a user's own program run like the program; mpiexec is next to the interpreter
     allowed = {"system/child.py", "launch/start.py", "launch/mpiexec.py"}
     assert {file for file, found in references_of_files().items()
             if any(reference.name == "sys.executable" for reference in found)} == allowed
@@ -197,7 +197,7 @@ def test_one_file_hosts_a_store_on_all_interfaces():
 
 
 def test_modules_are_known_by_their_names_in_every_file():
-    """No file imports all names of a module, nor takes what a text names out of one."""
+    """No file imports all names of a module, or gets an attribute of a module by a computed name."""
     watched = ("os", "sys", "io", "subprocess", "importlib", "pickle", "builtins", "torch.distributed", "socket")
     for file, found in references_of_files().items():
         assert not [reference.name for reference in found if reference.name.endswith(".*")], file

@@ -1,4 +1,4 @@
-"""Every error of the package has a code of its own, which some test triggers, and reads well for both audiences."""
+"""Every error of the package has its own code, which a test triggers, and reads well for both audiences."""
 
 import ast
 import re
@@ -31,10 +31,10 @@ def classes():
 
 @cache
 def sites():
-    """(place, call) of every error that the package makes."""
+    """(place, call) of every error that the package creates."""
     return [(f"{path.relative_to(ROOT)}:{node.lineno}", node) for path, found in nodes().items() for node in found
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in classes()
-            and all(keyword.arg is not None for keyword in node.keywords)]  # one that is made again from its texts
+            and all(keyword.arg is not None for keyword in node.keywords)]  # an error that is restored from its texts
 
 
 def argument(call, name):
@@ -42,7 +42,7 @@ def argument(call, name):
 
 
 def texts(node):
-    """What an expression for a text may be, with X for each field."""
+    """The possible values of an expression for a text, with X for each field."""
     match node:
         case ast.Constant(value=str(text)):
             return [text]
@@ -57,14 +57,14 @@ def texts(node):
 
 @cache
 def makers():
-    """Functions that make an error with the code that they are given as their first argument."""
+    """Functions that create an error with the code that is their first argument."""
     return {node.name for found in nodes().values() for node in found if isinstance(node, ast.FunctionDef)
             and "code" in [argument.arg for argument in node.args.args[:2]] and not node.name.startswith("__")}
 
 
 @cache
 def codes():
-    """Code -> (place, texts of what is wrong, texts of the remedy) of the errors that have it."""
+    """Code -> (place, texts of what is wrong, texts of the remedy) of its errors."""
     found = defaultdict(list)
     for place, call in sites():
         for code in texts(argument(call, "code")) if argument(call, "code") else []:
@@ -99,7 +99,7 @@ def test_every_code_is_in_a_test():
 
 @cache
 def known():
-    """What a text may name: settings as flags have them, and options of the commands."""
+    """Names that a text may contain: settings as in flags, and options of the commands."""
     options = {option.removeprefix("--") for part in command.commands.values() for parameter in part.params
                for option in parameter.opts if isinstance(parameter, click.Option)}
     return {setting.flag for setting in settings().values()} | options
@@ -111,7 +111,7 @@ UNMARKED = re.compile(rf"--[a-z][a-z-]+|(?<![\w./-])(?:{'|'.join(SECTIONS)})\.[a
 
 
 def test_messages():
-    """Each message is printed once for both audiences: its settings are marked and exist, and it ends as a sentence."""
+    """Each message serves both audiences: its settings are marked and exist, and it ends like a sentence."""
     faults = []
     for code, found in sorted(codes().items()):
         for place, whats, remedies in found:

@@ -1,4 +1,4 @@
-"""Errors of engines, their ranks and models that one call raises: the code, and what the message names."""
+"""Errors of engines, ranks and models that one call raises: the code, and names in the message."""
 
 import sys
 import threading
@@ -218,7 +218,7 @@ def test_split_tensors_are_not_compiled(monkeypatch):
 
 
 def test_the_rate_of_a_users_optimizer_is_set_there():
-    """And comes back with the state of that optimizer."""
+    """The rate is also restored with that optimizer's state."""
     one, other = (run_ranks(lambda world: Engine(
         [nn.Linear(2, 2)], world, loss=lambda y, t: (y.sum(), 1), learning_rate=rate,  # noqa: B023
         optimizer=lambda parameters: torch.optim.SGD(parameters, lr=rate)), 1)[0] for rate in (0.1, 0.2))  # noqa: B023
@@ -322,7 +322,7 @@ def test_adapters_that_find_no_place():
 
 
 class Decoder(nn.Module):
-    """With the marks of a model of transformers. kind: what is wrong with it."""
+    """It looks like a transformers model. kind: its fault."""
 
     main_input_name = "x"
 

@@ -1,4 +1,4 @@
-"""Errors of settings, data, checkpoints, plans and runs that one call raises: the code, and what the message names."""
+"""Errors of settings, data, checkpoints, plans and runs that one call raises: the code, and names in the message."""
 
 import json
 import math
@@ -195,7 +195,7 @@ def test_samples_that_change_are_not_cached():
 
 
 def test_the_reference_of_other_pairs(tmp_path):
-    """Those of the run before, a set that is new, and sets that have exchanged their names."""
+    """The pairs of the previous run, a new set, and sets that have swapped names."""
     pairs = object.__new__(WithReference)
     one, other = (types.SimpleNamespace(data=pairs, fingerprint=text) for text in ("one", "other"))
     path, sets = tmp_path / "reference.json", {name: [] for name in ("", "eval-", "a", "b")}
@@ -271,7 +271,7 @@ def test_ranks_may_differ_in_paths_and_in_what_is_of_their_machine(monkeypatch, 
 @pytest.mark.parametrize("there, cluster", [("NVIDIA H100 80GB HBM3", "h100"), ("NVIDIA A100-SXM4-80GB", None),
                                             ("Tesla T4", None)])
 def test_ranks_with_the_same_gpu_are_on_the_shipped_cluster_with_it(monkeypatch, there, cluster):
-    """By whose links and rates the schedule's limits are chosen, the same on every rank."""
+    """The cluster's links and rates determine the schedule's limits, which are the same on every rank."""
     run, world = resolve(Run()), types.SimpleNamespace(local_size=1, device=torch.device("cuda", 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100 80GB HBM3")
     other = {"folder": "x", "text": "same", "local_size": 1, "cluster": auto.shipped_cluster_with(there),
@@ -332,7 +332,7 @@ def test_commands_that_lack_something(capsys, args, code):
 
 
 def test_what_follows_a_killed_rank(tmp_path):
-    """The memory that was predicted, and the checkpoint from which the same command resumes."""
+    """The message has the predicted memory, and the checkpoint from which the same command resumes."""
     run = resolve(Run(run_dir=tmp_path))
     assert "predicted memory" in train._memory_hint(run) and str(tmp_path) not in train._memory_hint(run)
     for step in (5, 10):

@@ -1,4 +1,4 @@
-"""A training step on a device that is not there: numbers, devices, device times, memory and host waits."""
+"""A training step on a device that does not exist: numbers, devices, device times, memory and host waits."""
 
 import queue
 from collections import Counter
@@ -24,7 +24,7 @@ from ranvier.testing.ranks import run_ranks
 from tests.fake_cuda import FakeCuda
 
 SECOND = torch.device("cuda", 1)
-"""Not the first one, so that a forgotten device is noticed."""
+"""Not the first device, so that a missing device argument is noticed."""
 PROGRAMS = {
     "stream": Program(precision="bf16", optim={"offload": "stream", "clip_norm": 1.0}),
     "host": Program(precision="fp16", layers=1, optim={"offload": "host"}, dropout=0.1),
@@ -41,7 +41,7 @@ def test_a_device_gives_the_cpus_numbers(name):
 
 
 def test_products_are_added_to_wide_gradients_in_one_kernel():
-    """dW of two microbatches in bf16, into an fp32 gradient: no product in bf16 is made, nor added."""
+    """dW of two microbatches in bf16 is added to an fp32 gradient without a product or addition in bf16."""
     layer, seen = nn.Linear(6, 5, bias=False, dtype=torch.bfloat16), []
     layer.weight.grad_dtype = torch.float32
     pairs = [(torch.randn(2, 4, 6).bfloat16(), torch.randn(2, 4, 5).bfloat16()) for _ in range(2)]
@@ -59,8 +59,8 @@ def test_products_are_added_to_wide_gradients_in_one_kernel():
 
 @pytest.mark.parametrize("options", [{"memory": {"recompute": 1}}, {"mesh": {"pipe": 2}}])
 def test_logits_lie_in_rows_of_a_multiple_of_128(options, monkeypatch):
-    """Losses and gradients are those without padding, where autograd computes the tied weight's and where the queue
-    has an untied one's."""
+    """Losses and gradients are the same as without padding, whether autograd computes the gradient (of a tied weight)
+    or the queue (of an untied weight)."""
     shapes, product = [], deferred_linear.padded_rows_product
     monkeypatch.setattr(deferred_linear, "padded_rows_product", lambda x, weight: (
         y := product(x, weight), shapes.append((tuple(y.shape), y.stride())))[0])
@@ -80,8 +80,8 @@ def test_logits_lie_in_rows_of_a_multiple_of_128(options, monkeypatch):
 @pytest.mark.parametrize("options", [{"microbatches": 3}, {
     "microbatches": 1, "optim": {"update_in_backward": True}}], ids=str)
 def test_stages_on_devices_give_the_cpus_numbers(options):
-    """Two stages as threads that share the device: their messages, ties and device times; in the backward, the last one
-    waits for the weight of the batch, to which the first one must have added its part."""
+    """Two stages as threads that share the device: messages, ties and device times; in the backward the last stage
+    waits for the weight of the batch, to which the first stage must have added its part."""
     program = Program(mesh={"pipe": 2}, layers=1, **options)
     expected = run_ranks(lambda world: losses(world, asdict(program)), 2)
     with FakeCuda(devices=2) as cuda:
@@ -95,7 +95,7 @@ def test_stages_on_devices_give_the_cpus_numbers(options):
 
 @pytest.mark.parametrize("scheme", ["stationary", "summa"])
 def test_half_precision_on_rows_and_columns(scheme):
-    """A device multiplies it into fp32 sums; a CPU widens the operands before."""
+    """A device multiplies half precision into fp32 sums; a CPU first widens the operands."""
     program, wide = Program(mesh={"row": 2, "col": 2}, layers=1, steps=1, microbatches=1, precision="bf16",
                             tensor={"scheme": scheme}), Counter()
     expected = run_ranks(lambda world: losses(world, asdict(program)), 4)
@@ -144,7 +144,7 @@ def test_stages_whose_messages_travel_over_nccl(slot_bytes, monkeypatch):
 
 
 def test_resident_states_are_updated_in_few_pieces(monkeypatch):
-    """As many calls as there are chunks and segments, however small the buckets; the CPU's numbers on a device."""
+    """One call for each chunk and segment, however small the buckets; a device has the CPU's numbers."""
     from ranvier.optim.rules import AdamW
 
     calls, update = [], AdamW.update_unless
@@ -161,7 +161,7 @@ def test_resident_states_are_updated_in_few_pieces(monkeypatch):
 
 @pytest.mark.parametrize(("kept", "offload"), [(0, "stream"), (1 << 28, "none")])
 def test_what_the_allocator_keeps_of_tensors_that_are_gone_is_free(kept, offload):
-    """So the states of an engine after another one that was closed stay on the device."""
+    """So the states of an engine that follows a closed engine stay on the device."""
     with FakeCuda(devices=2), pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.cuda, "mem_get_info", lambda device: (0, 1 << 34))
         patch.setattr(torch.cuda, "memory_reserved", lambda device: kept)
@@ -171,7 +171,7 @@ def test_what_the_allocator_keeps_of_tensors_that_are_gone_is_free(kept, offload
 # ---------------------------------------------------------------------- device times
 
 class Clock:
-    """A device whose events are reached when a test says so. Times in milliseconds."""
+    """A device whose events are reached when a test decides. Times are in milliseconds."""
 
     def __init__(self):
         self.now = 0.0
@@ -229,7 +229,7 @@ def test_spans_have_the_devices_times_one_step_later(clock):
 
 
 def test_a_wait_that_the_device_has_work_for_is_none(clock):
-    """The host waited, the device did not: it was busy with F0 until it got F1."""
+    """The host waited but the device did not: it was busy with F0 until it got F1."""
     timeline = DeviceTimeline(torch.device("cuda", 0), Mesh(), "1f1b")
     timeline.begin_step()
     span(timeline, "forward", "F0", 0.0, 10.0, clock)
@@ -251,7 +251,7 @@ def test_the_host_waits_for_all_but_the_last_actions(limit, stages, waited, cloc
 
 
 def test_the_meter_reads_the_device_a_step_later(clock):
-    """Waits and busy seconds are the device's; the last step is read where the run pauses."""
+    """Waits and busy seconds are the device's; the last step is read when the run pauses."""
     from ranvier.comm.inprocess import InProcessWorld
     from ranvier.train.metrics import Meter
 

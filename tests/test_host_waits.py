@@ -1,6 +1,6 @@
-"""After its first two steps a run never waits for the device: what decides of an update stays there, and is read later.
+"""After its first two steps a run never waits for the device: what decides on an update stays there, and is read later.
 
-On a fake device, under `torch.cuda.set_sync_debug_mode("error")`: whatever would wait raises.
+The device is fake, with `torch.cuda.set_sync_debug_mode("error")`: every operation that would wait raises.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ SETTINGS = [{}, {"clip_norm": 0.1}, {"clip_norm": 0.1, "clip_from": "previous-st
             {"algorithm": "muon", "ema": 0.9, "offload": "hybrid", "offload_share": 0.5, "bucket_size": 512},
             {"offload": "host", "clip_norm": 0.1}]
 FEW = [SETTINGS[place] for place in (2, 4, 5, 8, 10, 11)]
-"""Of each place and rule of the optimizer, and of each way to clip, one."""
+"""One case for each place and each rule of the optimizer, and for each kind of clipping."""
 
 
 def moved(batch: list[Microbatch], device: torch.device) -> list[Microbatch]:
@@ -56,13 +56,13 @@ def waits_raise() -> Iterator[None]:
 def trained(device: torch.device, settings: dict[str, object], *, errors: bool = False, precision: str = "bf16",
             write: Callable[[Tensor], object] = lambda parameter: None
             ) -> tuple[list[tuple[float, float]], dict[str, Tensor]]:
-    """Losses and norms, and parameters and states at the end. errors: what waits in a step raises."""
+    """Losses and norms, and parameters and states at the end. errors: operations that wait in a step raise."""
     program = Program(layers=1, steps=4, optim=settings, precision=precision)
     results = []
     with engine_of(program, world_of_one(device)) as engine:
         for batch in batches(program, engine.mesh, 0):
             given = moved(batch, device)
-            # before: targets are looked at, and copies (`Watch`), and in fp16 ranks agree on what a batch weighs
+            # earlier steps check targets and copies (`Watch`), and in fp16 ranks agree on the weight of a batch
             with waits_raise() if errors and len(results) > 1 else nullcontext():
                 results.append(engine.train_batch(given))
                 for parameter in engine.named_parameters().values():
@@ -97,7 +97,7 @@ def test_writes_through_data_after_each_step_are_followed(offload):
 
 
 def test_what_waits_is_noticed():
-    """Where the host updates, it waits for the norm, and the mode says so."""
+    """If the host updates, it waits for the norm, and the mode raises."""
     with FakeCuda(devices=2), pytest.raises(RuntimeError, match="synchronizing"):
         trained(DEVICE, {"offload": "host"}, errors=True)
 
@@ -112,7 +112,7 @@ def test_an_overflow_is_found_on_the_device(settings):
         found = trained(DEVICE, settings, precision="fp16", errors=True)
     norms = [norm for _, norm in expected[0]]
     assert any(map(math.isfinite, norms)) and all(map(math.isfinite, norms)) is ("clip_norm" in settings)
-    assert [str(one) for one in found[0]] == [str(one) for one in expected[0]]  # nan is no number, and not equal
+    assert [str(one) for one in found[0]] == [str(one) for one in expected[0]]  # nan is not equal to itself
     assert found[1].keys() == expected[1].keys()
     assert all(torch.equal(found[1][name], value) for name, value in expected[1].items())
 
@@ -122,7 +122,7 @@ def product(y: Tensor, t: Tensor) -> tuple[Tensor, int]:
 
 
 def with_a_bad_step(device: torch.device, bad: bool, **optim: object) -> tuple[list[str | None], int, list[Tensor]]:
-    """Three steps, of which the second one's gradient, but not its loss, is infinite; or without that step."""
+    """Three steps; in the second the gradient, but not the loss, is infinite. bad: false leaves that step out."""
     torch.manual_seed(0)
     engine = Engine(nn.Sequential(nn.Linear(3, 2), LargeGradients()), world_of_one(device), loss=product,
                     optim=Optim(**optim), learning_rate=0.1, guard=Guard(bad_step="skip", loss_spike_factor=100.0))
@@ -162,8 +162,8 @@ class LargeGradients(nn.Module):
                                    ], ids=str)
 @pytest.mark.parametrize("device", [CPU, DEVICE], ids=str)
 def test_a_step_whose_norm_is_bad_changes_nothing(device, optim):
-    """Parameters, states, the count of steps and the usual losses are those of a run without it, bit-identical; the
-    result says what was bad whenever it is asked."""
+    """Parameters, states, the count of steps and the usual losses are bit-identical to those of a run without the step;
+    the result says at any time what was bad."""
     with FakeCuda(devices=2) if device is DEVICE else nullcontext():
         bad, steps, values = with_a_bad_step(device, True, **optim)
         none, fewer, expected = with_a_bad_step(device, False, **optim)
@@ -173,7 +173,7 @@ def test_a_step_whose_norm_is_bad_changes_nothing(device, optim):
 
 
 def test_batches_of_one_step_are_judged_in_order():
-    """`forward_backward` twice, then `step`: the guard and the loss scale have seen what they see on a CPU."""
+    """`forward_backward` twice, then `step`: the guard and the loss scale have the same state as on a CPU."""
     def judged(device: torch.device) -> object:
         program = Program(layers=1, steps=6, optim={"initial_loss_scale": 2.0**20, "loss_scale_window": 2},
                           precision="fp16", microbatches=1)
@@ -189,7 +189,7 @@ def test_batches_of_one_step_are_judged_in_order():
 
 
 def test_a_rule_updates_unless_it_is_told_not_to():
-    """The device's number 1 leaves parameters and states alone; 0 is an update as any other, bit-identical."""
+    """A 1 on the device leaves parameters and states unchanged; with 0 the update is bit-identical to a plain one."""
     rule = AdamW(Optim())
     for skip in (0.0, 1.0):
         parameters, gradients = torch.arange(7.0), torch.full((7,), float("inf") if skip else 0.5)
@@ -207,7 +207,7 @@ def test_a_rule_updates_unless_it_is_told_not_to():
     {}, {"algorithm": "lion"}, {"algorithm": "muon"}, {"algorithm": "adafactor", "offload": "stream"}, {"ema": 0.9},
     {"algorithm": "lion", "ema": 0.9, "bucket_size": 4096}, {"algorithm": "lion", "offload": "host"}], ids=str)
 def test_copies_for_a_step_that_may_be_skipped_are_predicted(settings, monkeypatch):
-    """All bytes that are copied at once, in the run's own buckets: of the tensors that a bucket's rule writes."""
+    """All bytes that are copied at the same time, in the run's own buckets: the tensors that a bucket's rule writes."""
     copied, unless = [0], placement._undo_if_skipped
 
     def counted(skip, written, *rest, **named):
@@ -216,7 +216,7 @@ def test_copies_for_a_step_that_may_be_skipped_are_predicted(settings, monkeypat
         unless(skip, written, *rest, **named)
 
     monkeypatch.setattr(placement, "_undo_if_skipped", counted)
-    monkeypatch.setattr(count, "working_bytes", lambda *_: 0)  # of the rules themselves
+    monkeypatch.setattr(count, "working_bytes", lambda *_: 0)  # the bytes of the rules themselves
     program = Program(layers=1, steps=1, optim=settings, precision="bf16", sequence=2, samples=1)
     with FakeCuda(devices=2), engine_of(program, world_of_one(DEVICE)) as engine:
         for batch in batches(program, engine.mesh, 0):

@@ -1,4 +1,4 @@
-"""Numbers that depend on what they are for: golden values, slices, distributions, masks."""
+"""Random numbers that depend on their purpose: golden values, slices, distributions, masks."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ KEY = keyed_random.key("initial", 0, "a.weight")
 
 
 def test_golden_values():
-    """They must never change: checkpoints and comparisons rest on them. SplitMix64's own first values for key 0."""
+    """They must never change, as checkpoints and comparisons depend on them. For key 0: SplitMix64's first values."""
     first = keyed_random.bits(0, torch.arange(1, 4))
     assert [value & (1 << 64) - 1 for value in first.tolist()] == [
         0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F]
@@ -63,7 +63,7 @@ def test_a_slice_starts_as_it_does_in_the_whole(shape, kind, data):
 
 
 def test_large_parameters_start_in_pieces():
-    """Bounded temporaries, and the same numbers."""
+    """Temporaries are bounded, and numbers are the same."""
     whole = torch.empty(300, 700, dtype=torch.float64)
     initialise(whole, "w", Initial("normal", 1.0), 1)
     key = keyed_random.key("initial", 1, "w")
@@ -79,7 +79,7 @@ def masks(samples, *, seed=0, step=0, block="a", calls=1, shape=(3, 4), probabil
 
 
 def test_masks_follow_the_sample():
-    """Whatever its place in the batch."""
+    """A sample's mask does not depend on its place in the batch."""
     (first,), (second,) = masks([5, 9, 2]), masks([2, 5])
     assert torch.equal(first[0], second[1]) and torch.equal(first[2], second[0])
 
@@ -88,7 +88,7 @@ def test_masks_differ_by_everything_that_keys_them():
     found = [masks([1])[0], masks([2])[0], masks([1], seed=1)[0], masks([1], step=1)[0], masks([1], block="b")[0],
              masks([1], calls=2)[1]]
     assert all(not torch.equal(one, other) for number, one in enumerate(found) for other in found[:number])
-    assert torch.equal(masks([1])[0], found[0]), "and by nothing else"
+    assert torch.equal(masks([1])[0], found[0]), "masks differ by nothing else"
 
 
 def test_masks_of_a_shard_are_parts_of_the_whole():
@@ -131,7 +131,7 @@ def test_on_the_meta_device_there_are_shapes_only():
 
 @pytest.mark.parametrize("kind", ["normal", "uniform"])
 def test_weights_are_drawn_on_their_device(kind):
-    """No element comes from the host, and they are the CPU's."""
+    """No element comes from the host, and all are the CPU's."""
     expected = torch.empty(300, 70)
     initialise(expected, "a.weight", Initial(kind, 0.02), 7)
     with FakeCuda(devices=2) as cuda:
@@ -143,7 +143,7 @@ def test_weights_are_drawn_on_their_device(kind):
 
 @pytest.mark.gpu
 def test_a_device_draws_the_same_numbers():
-    """Hashes and uniform numbers to the bit; normal ones but for roundings of the inverse distribution."""
+    """Hashes and uniform numbers are bit-identical; normal numbers differ by roundings of the inverse distribution."""
     index = torch.arange(1 << 20)
     assert torch.equal(keyed_random.uniform(KEY, index.cuda()).cpu(), keyed_random.uniform(KEY, index))
     found, expected = (torch.empty(1 << 11, 1 << 11, device=device) for device in ("cuda", "cpu"))

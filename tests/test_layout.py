@@ -1,4 +1,4 @@
-"""Who holds what: boxes and intervals against numpy, one owner for every element, moves that arrive."""
+"""Which rank holds what: boxes and intervals against numpy, one owner for every element, moves that arrive."""
 
 from itertools import pairwise, product
 
@@ -97,7 +97,7 @@ def cuts(size, parts):
 
 
 def shard(shape, mesh, how):
-    """(row, col) -> box: a parameter whole, or cut along rows, columns or both."""
+    """(row, col) -> box of a parameter that is replicated, or cut along rows, columns or both."""
     rows = cuts(shape[0], mesh.row) if how in ("row", "both") else [(0, shape[0])] * mesh.row
     if len(shape) == 1:
         cols = None
@@ -147,7 +147,7 @@ def layouts(draw):
 
 
 def numbers(one):
-    """What every parameter holds: each element another number."""
+    """The values of every parameter; each element has another number."""
     return {parameter.name: 1000 * (k + 1) + np.arange(parameter.numel).reshape(parameter.shape)
             for k, parameter in enumerate(one.parameters)}
 
@@ -185,8 +185,8 @@ def test_every_element_has_one_owner_and_holders_of_its_stage(one):
 @examples(32)
 @given(layouts(), layouts(), st.booleans())
 def test_moves_arrive_at_the_new_layout(old, new, state):
-    """Applied to simulated memories, they give every rank exactly what it needs, each element once, and from the rank
-    itself what it has."""
+    """Applied to simulated memories, moves give every rank exactly what it needs, each element once, and from the rank
+    itself if it has the element."""
     values = numbers(old)
     have = memories(old, old.owned_slices if state else old.held_slices, values)
     need = memories(new, new.owned_slices if state else new.held_slices, values)
@@ -199,7 +199,7 @@ def test_moves_arrive_at_the_new_layout(old, new, state):
         target[index(move.box)] = part
         before = have[move.destination] if move.destination < len(have) else {}
         if move.source != move.destination and move.parameter in before:
-            assert np.isnan(before[move.parameter][index(move.box)]).all(), "what a rank has need not travel"
+            assert np.isnan(before[move.parameter][index(move.box)]).all(), "a rank receives nothing that it has"
     for rank, mine in enumerate(need):
         for name, array in mine.items():
             assert np.array_equal(got[rank][name], array, equal_nan=True), (rank, name)
@@ -212,7 +212,7 @@ def test_moves_of_the_same_layout_are_local():
 
 
 def test_growing_from_one_rank_to_two_replicas():
-    """Rank 0 keeps what it has; ranks of the second stage and of the new replica get theirs from the lowest holder."""
+    """Rank 0 keeps its parts; ranks of the second stage and of the new replica get theirs from the lowest holder."""
     old, new = layout(Mesh(), (), sharded=False), layout(Mesh(data=2, pipe=2), (3,), sharded=False)
     found = moves_of(old, new)
     assert {move.source for move in found} == {0}
@@ -221,8 +221,8 @@ def test_growing_from_one_rank_to_two_replicas():
 
 
 def test_shares_cut_through_parameters():
-    """Replicas share what all of them update evenly. Shards are shares of chunks, here elements 20..40 and 76..92 of a
-    buffer of 108 that begins with b3.w."""
+    """Replicas evenly share the ownership of parameters that all of them update. Shards are shares of chunks, here
+    elements 20..40 and 76..92 of a buffer of 108 that begins with b3.w."""
     one = layout(Mesh(data=3), (), sharded=False)
     assert [piece for piece in one.owned_slices(1) if piece.parameter == "b0.w"] == [
         Slice("b0.w", ((0, 5), (0, 7)), (12, 24))]
@@ -296,7 +296,7 @@ def test_a_split_covers_its_parameter_exactly(dims):
 
 
 def test_ends_that_are_cut_alike_have_one_key():
-    """The owner's; other cuts on a stage have names of their own. Axes of one rank cut nothing."""
+    """They have the owner's key; other cuts on a stage have their own keys. Axes with one rank cut nothing."""
     rows, cols, inner = Split((("row",), ())), Split(((), ("row",))), Split(((), ("row", "col")), ("col",))
     mesh = Mesh(pipe=2, row=2)
     cuts = {"a": (0, rows), "b": (0, cols), "c": (0, inner), "d": (1, cols), "e": (1, rows), "f": (1, cols),

@@ -1,4 +1,4 @@
-"""A folder has one owner: who may take it, who loses it, and that two never have it at once."""
+"""A folder has one owner: which process may take it, which one loses it, and that two never own it at the same time."""
 
 import gc
 import os
@@ -24,7 +24,7 @@ FAST = {"heartbeat_seconds": 0.02, "expiry_seconds": 0.3, "wait_seconds": 0.15}
 
 
 def elsewhere(number):
-    """A process of another machine: nothing of it can be seen but its count."""
+    """A process of another machine, of which only its heartbeat count can be seen."""
     return Owner(host=f"host{number}", machine=f"machine{number}", pid=number, started="1")
 
 
@@ -78,7 +78,7 @@ def test_what_the_machine_alone_can_tell_is_refused_before_ranks_are_started(tmp
     assert len(told) == 1 and str(sleeper.pid) in told[0] and leases(tmp_path) == [".owner.1"]
     theirs.release()
     (tmp_path / "file").write_text("")
-    for folder in (tmp_path / "file" / "runs", Path("/proc/self")):  # where nothing can be made, not even by root
+    for folder in (tmp_path / "file" / "runs", Path("/proc/self")):  # where not even root can create anything
         with raises("lease-not-writable"):
             check_usable([folder])
     other = Lease.acquire([tmp_path / "other"], owner=elsewhere(1), **FAST)
@@ -88,7 +88,7 @@ def test_what_the_machine_alone_can_tell_is_refused_before_ranks_are_started(tmp
 
 
 def test_a_process_that_was_killed_is_followed_at_once(tmp_path, sleeper):
-    """Long before its count could be seen to stand still; a zombie is as dead."""
+    """Long before its count would be found unchanged; a zombie counts as dead."""
     Lease.acquire([tmp_path], owner=of_process(sleeper), **FAST)
     sleeper.kill()
     while process_state(sleeper.pid)[0] != "Z":
@@ -116,22 +116,22 @@ def test_an_owner_elsewhere_is_told_by_its_count_alone(tmp_path):
     theirs = Lease.acquire([tmp_path], owner=elsewhere(1), **FAST)
     with raises("folder-in-use", 1, "host1"):
         Lease.acquire([tmp_path], owner=elsewhere(2), **FAST)
-    theirs._stop.set()  # its machine is gone: nobody says that the folder is free
-    theirs._thread.join()  # a beat under way would count as one of an owner that lives
+    theirs._stop.set()  # its machine is gone, so the folder is never released
+    theirs._thread.join()  # a heartbeat in progress would count as that of a live owner
     began = time.monotonic()
     mine = Lease.acquire([tmp_path], owner=elsewhere(2), **FAST)
     assert generations(mine) == [2] and time.monotonic() - began >= 0.3
 
 
 def test_a_lease_that_nobody_holds_any_more_expires(tmp_path):
-    """As of an engine's checkpoints in a notebook whose cell is run again in another process."""
+    """For example the lease of an engine's checkpoints in a notebook, when a cell is run again in another process."""
     Lease.acquire([tmp_path], owner=elsewhere(1), **FAST)
     gc.collect()
     assert generations(Lease.acquire([tmp_path], owner=elsewhere(2), **FAST)) == [2]
 
 
 def test_wall_clocks_decide_nothing(tmp_path, monkeypatch):
-    """Neither the time of a file nor what an owner's clock says."""
+    """Neither the time of a file nor an owner's clock matters."""
     theirs = Lease.acquire([tmp_path], owner=replace(elsewhere(1), since="1970-01-01"), **FAST)
     stop = threading.Event()
 
@@ -153,7 +153,7 @@ def test_wall_clocks_decide_nothing(tmp_path, monkeypatch):
 
 
 def test_a_former_owner_that_wakes_up_has_lost(tmp_path):
-    """It stood still, as on a machine that was suspended."""
+    """It did not run for a while, as on a machine that was suspended."""
     former = Lease.acquire([tmp_path], owner=elsewhere(1), heartbeat_seconds=3600.0)
     mine = Lease.acquire([tmp_path], owner=elsewhere(2), **FAST)
     with raises("folder-lost", 1, 2, "host2"):
@@ -204,7 +204,7 @@ ODD = {"empty": lambda path: path.write_bytes(b""), "bytes": lambda path: path.w
 
 @pytest.mark.parametrize("kind", ODD)
 def test_a_damaged_lease_counts_as_one_that_stands_still(tmp_path, monkeypatch, kind):
-    monkeypatch.chdir(tmp_path)  # names of sockets are short
+    monkeypatch.chdir(tmp_path)  # paths of sockets must be short
     ODD[kind](Path(".owner.5"))
     mine = Lease.acquire([tmp_path], **FAST)
     mine.verify()
@@ -228,7 +228,7 @@ def test_all_folders_or_none(tmp_path):
 
 
 def test_of_many_that_start_at_once_one_has_it(tmp_path):
-    """Ten rounds of six contenders, whose predecessor is gone; whoever has it looks whether he is alone."""
+    """Ten rounds of six contenders, whose predecessor is gone; each winner checks that it is alone."""
     inside, most, winners = [], [], []
     lock = threading.Lock()
 
@@ -265,7 +265,7 @@ def test_a_folder_that_cannot_be_written(tmp_path):
 
 @pytest.mark.parametrize("taken", [True, False])
 def test_all_ranks_know_who_has_it(tmp_path, sleeper, taken):
-    """Rank 0 waits for the owner, longer than a collective may take, and no rank is left behind."""
+    """Rank 0 waits for the owner, longer than a collective may take, and no rank is left waiting."""
     if taken:
         theirs = Lease.acquire([tmp_path], owner=of_process(sleeper), **FAST)
     told, outcomes = [], {}
@@ -287,7 +287,7 @@ def test_all_ranks_know_who_has_it(tmp_path, sleeper, taken):
 
 
 def test_a_program_that_dies_by_kill_9(tmp_path):
-    """As a launcher that starts the run again meets it: the pid is that of no process any more."""
+    """As a launcher that restarts the run finds it: no process has that pid any more."""
     program = ("import time; from pathlib import Path; from ranvier.system.lease import Lease; "
                f"held = Lease.acquire([Path({str(tmp_path)!r})]); print('held', flush=True); time.sleep(600)")
     process = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True,

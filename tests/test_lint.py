@@ -33,7 +33,7 @@ def test_the_hook_is_local_and_runs_make_lint() -> None:
 
 
 def _recipe_of(target: str) -> str:
-    """The commands of a target, as outside of `make test`, under which make would also name its folder."""
+    """The commands of a target, without the folder's name that make would add when it runs under `make test`."""
     outside = {name: value for name, value in os.environ.items() if name not in ("MAKELEVEL", "MAKEFLAGS", "MFLAGS")}
     return subprocess.run(["make", "-n", target], cwd=ROOT, env=outside, capture_output=True, text=True,
                           check=True).stdout

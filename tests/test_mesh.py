@@ -1,4 +1,4 @@
-"""Who is where: ranks and coordinates, groups, stages, neighbours, tiles."""
+"""Positions of ranks: coordinates, groups, stages, neighbours, tiles."""
 
 import pytest
 from hypothesis import given
@@ -31,7 +31,7 @@ def test_groups_partition_the_ranks(mesh, axis):
     groups = mesh.groups(axis)
     assert sorted(rank for group in groups for rank in group) == list(range(mesh.size))
     for group in groups:
-        assert list(group) == sorted(group), "collectives take rising ranks, and each rank its index's share"
+        assert list(group) == sorted(group), "collectives use ascending ranks, and each rank the share of its index"
         for place, rank in enumerate(group):
             assert mesh.group(rank, axis) == group and mesh.coordinates(rank)[axis] == place
             assert {mesh.coordinates(rank).replace(axis, 0)} == {mesh.coordinates(group[0])}
@@ -85,7 +85,7 @@ def test_tiles_are_runs_of_consecutive_ranks(mesh):
     for tile in tiles:
         assert len({(at.data, at.pipe, at.row // rows, at.col // cols) for at in tile}) == 1
         assert tile == sorted(tile), "row by row inside a tile"
-    assert [tile[0] for tile in tiles] == sorted(tile[0] for tile in tiles), "tiles go row by row too"
+    assert [tile[0] for tile in tiles] == sorted(tile[0] for tile in tiles), "tiles are row by row too"
 
 
 @given(meshes)
@@ -116,7 +116,7 @@ def test_tiles_that_do_not_divide_the_mesh(tile):
     with raises("mesh-tile-does-not-divide", 2):
         Mesh(row=2, col=2, tile=tile)
     one_rank = Mesh(data=2, tile=tile)
-    assert one_rank.coordinates(1) == one_rank.at(data=1), "stages of one rank have no use for it"
+    assert one_rank.coordinates(1) == one_rank.at(data=1), "a tile has no effect on stages of one rank"
 
 
 @pytest.mark.parametrize(("text", "tile"), [("2,2", (2, 2)), ("none", None), ("4, 1", (4, 1))])

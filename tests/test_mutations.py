@@ -1,4 +1,4 @@
-"""Faults that `make mutations` writes: each is another line of Python, in a function, and none is in a message."""
+"""Faults that `make mutations` writes: each changes a line of Python in a function, and none changes a message."""
 
 import ast
 

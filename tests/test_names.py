@@ -1,5 +1,5 @@
-"""Functions are named by a verb with its object, or by a noun: a preposition, pronoun, adverb or auxiliary verb alone
-says nothing where it is called, and cannot be searched for."""
+"""Functions are named by a verb with its object, or by a noun: a single preposition, pronoun, adverb or auxiliary verb
+says nothing at a call, and cannot be searched for."""
 
 import ast
 

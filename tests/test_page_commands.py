@@ -1,8 +1,8 @@
-"""Every command of the pages exists as it stands there: programs, subcommands, settings and their values, recipes,
-extras, files and make targets.
+"""Every command of the pages exists as printed: programs, subcommands, settings and their values, recipes, extras,
+files and make targets.
 
-tests/test_readme.py, tests/test_site.py and tests/launch run what can be run as it stands. The slow test below runs
-what needs a reader's files, with files in their place.
+tests/test_readme.py, tests/test_site.py and tests/launch run the commands that can run unchanged. The slow test below
+runs commands that need a reader's files, with substitutes for them.
 """
 
 import json
@@ -28,7 +28,7 @@ PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").r
                 *(ROOT / "benchmarks").glob("*.md"), *(ROOT / "examples").rglob("*.md")])
 EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
 ELSEWHERE = ("docker", "kubectl", "apptainer", "srun", "sbatch", "sky", "dstack", "pre-commit", "ray", "eval")
-"""Programs of others, of whose words only files of this repository and what follows `ranvier` are looked at."""
+"""Third-party programs; of their words only files of this repository and those after `ranvier` are checked."""
 
 
 def name(page: Path) -> str:
@@ -36,7 +36,7 @@ def name(page: Path) -> str:
 
 
 def blocks(text: str) -> Iterator[str]:
-    """What follows ```bash, and in other blocks the lines that begin with a prompt."""
+    """Blocks that begin with ```bash, and in other blocks the lines that begin with a prompt."""
     for language, block in re.findall(r"^```(\w*)[^\n]*\n(.*?)^```", text, flags=re.MULTILINE | re.DOTALL):
         whole = block.replace("\\\n", " ")
         yield whole if language == "bash" else "\n".join(re.findall(r"^\$ (.*)", whole, flags=re.MULTILINE))
@@ -66,7 +66,7 @@ def spans(text: str) -> list[str]:
 
 
 def problem_of(words: list[str], page: Path) -> str | None:
-    """Why the command `words` of a page cannot be; None if nothing is wrong."""
+    """Why the command `words` of a page is invalid; None if it is valid."""
     missing = [word for word in words if word.startswith(("examples/", "tests/", "docs/", "benchmarks/"))
                and not (ROOT / word).exists()]
     if missing:
@@ -96,7 +96,7 @@ def problem_of(words: list[str], page: Path) -> str | None:
             unknown = set(extras) - set(EXTRAS)
             return f"there is no extra {unknown}" if unknown else None
         case ["python" | ".venv/bin/python", "-m", "pytest", *_]:
-            return None  # its files are there
+            return None  # its files exist
         case ["python" | ".venv/bin/python", "-m", module, *rest]:
             path = ROOT.joinpath(*module.split(".")).with_suffix(".py")
             return problem_of_program(path.read_text(), rest) if path.exists() else f"there is no module {module}"
@@ -115,7 +115,7 @@ def problem_of(words: list[str], page: Path) -> str | None:
 
 
 def problem_of_program(source: str, words: list[str]) -> str | None:
-    """Flags of a program that its source does not name; those with a dot are settings, which it passes on."""
+    """The problem of a flag that the program's source does not name; a flag with a dot is a setting, and passed on."""
     for word in words:
         flag = word.partition("=")[0]
         if flag.startswith("--") and flag != "--help" and f'"{flag}"' not in source:
@@ -126,8 +126,8 @@ def problem_of_program(source: str, words: list[str]) -> str | None:
 
 
 def problem_of_ranvier(words: list[str], *, is_whole: bool = True) -> str | None:
-    """As click and the settings read them. A recipe that is a file or a run of the reader's is not looked at. is_whole:
-    false where arguments and values may be left out, as in a sentence."""
+    """The problem that click or the settings find. A recipe that is the reader's file or run is not checked. is_whole:
+    false if arguments and values may be left out, as in a sentence."""
     found: click.Command = command
     rest = list(words)
     while isinstance(found, click.Group):
@@ -160,7 +160,7 @@ def problem_of_ranvier(words: list[str], *, is_whole: bool = True) -> str | None
 
 
 def test_commands_of_the_pages_exist(monkeypatch):
-    monkeypatch.chdir(ROOT)  # where `examples.own_family:recipe` is
+    monkeypatch.chdir(ROOT)  # `examples.own_family:recipe` is there
     problems = [f"{name(page)}: {shlex.join(words)}: {problem}" for page in PAGES
                 for words in commands(page.read_text()) if (problem := problem_of(words, page))]
     assert not problems, "\n".join(problems)
@@ -175,7 +175,7 @@ def test_commands_within_sentences_exist(monkeypatch):
 
 
 def test_settings_within_sentences_exist():
-    """--section.name, and a value after it where it is one word; docs/experiments tells of earlier ones, too."""
+    """--section.name, and a value after it if that is one word; docs/experiments may also name earlier settings."""
     problems = []
     for page in PAGES:
         for span in spans(page.read_text()) if page.parent.name != "experiments" else []:
@@ -227,10 +227,10 @@ SHORTER = {
                                     "--model.num-layers 4",
     "ranvier train start/run.toml": FEW, "ranvier train best.toml": TINY.replace("--model.vocab 300 ", ""),
     "ranvier train": FEW}
-"""What is appended to commands that begin so, so that they take seconds. The plan has the vocabulary of GPT-2's
+"""Flags appended to commands with these beginnings, so that they take seconds. The plan has the vocabulary of GPT-2's
 tokenizer."""
 ELSEWHERE_RUN = ("smollm2-sft", "runs/chat", "pip install", "--lm-eval", "--measure", "llama-3.1-8b")
-"""In lines that need the network, a package that tests have not, an idle machine, or minutes."""
+"""Parts of lines that need the network, a package that tests do not have, an idle machine, or minutes."""
 
 
 def run(text: str, folder: Path) -> str:
@@ -243,7 +243,7 @@ def run(text: str, folder: Path) -> str:
 
 @pytest.fixture(scope="module")
 def own_files(tmp_path_factory):
-    """Files with the names that the pages give to those of a reader: texts, tables, questions, a run and a model."""
+    """Files with the names that the pages use for a reader's files: texts, tables, questions, a run and a model."""
     parquet, table = pytest.importorskip("pyarrow.parquet"), pytest.importorskip("pyarrow").table
     folder = tmp_path_factory.mktemp("reader")
     texts = [f"text {number} says that {number} and {number} are {2 * number}, and more" for number in range(300)]

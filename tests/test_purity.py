@@ -1,4 +1,4 @@
-"""Rooms that must stay pure, and imports that must not be: read from the sources, and by a process without torch."""
+"""Rooms that must stay pure, and forbidden imports: read from the sources, and checked by a process without torch."""
 
 import ast
 import subprocess
@@ -62,7 +62,7 @@ def test_pure_modules_import_neither_clocks_nor_io():
 
 
 def test_pure_modules_import_pure_modules_only():
-    """What they need of us is pure too, so that nothing comes in by a side door."""
+    """Our modules that they import are pure too, so that nothing else is imported indirectly."""
     pure = {f"ranvier.{name}" for name in PURE} | {
         "ranvier.errors", "ranvier.config.run", "ranvier.config.section"}  # the fields, with paths
     wrong = [f"{path.relative_to(ROOT)}: {name}" for path in sources(*PURE) for name in sorted(imported(path))
@@ -71,7 +71,7 @@ def test_pure_modules_import_pure_modules_only():
 
 
 def test_pure_modules_load_without_torch():
-    """A simulation of a hundred thousand ranks starts at once."""
+    """A simulation of a hundred thousand ranks starts immediately."""
     program = ("import importlib.metadata, sys; sys.modules['torch'] = None; sys.modules['socket'] = None\n"
                + "\n".join(f"import ranvier.{name}" for name in PURE)
                + "\nfrom ranvier.schedule.simulator import StageTimes, simulate\n"
@@ -91,7 +91,7 @@ def test_models_know_neither_the_pipeline_nor_communication():
 
 
 def test_only_the_command_imports_the_training_loop():
-    """Beside the public names, and the conformance of trackers, which are told the loop's events."""
+    """Except the public names, and the conformance check of trackers, which receive the loop's events."""
     allowed = {*sources("cli"), ROOT / "testing" / "trackers.py", *sources("train"), ROOT / "__init__.py"}
     for path in sorted(nodes().keys() - allowed):
         wrong = {name for name in imported(path) if within(name, ("ranvier.train",))}
@@ -112,7 +112,7 @@ def test_settings_depend_on_no_other_room():
 
 @pytest.mark.slow
 def test_a_rank_starts_without_what_only_pictures_and_compiled_blocks_need():
-    """Also after it has built blocks without storage, to count them."""
+    """Also after it has built blocks without storage to count them."""
     program = ("import sys, torch, ranvier.cli.main, ranvier.train.loop\n"
                "from ranvier.block import meta_device\n"
                "with meta_device(): torch.nn.Sequential(torch.nn.Embedding(3, 4), torch.nn.Linear(4, 4))\n"

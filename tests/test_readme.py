@@ -1,6 +1,6 @@
-"""The commands and code of README and of the pages it leads to do what they say: as they stand there in `make
-test-all`; in `make test` most of them with fewer steps and one rank, in the tests' own process, and of those that
-differ in the mesh alone one. Ranks that are processes start in tests/launch."""
+"""The commands and code of README and of the pages that it links to do what they say: unchanged in `make test-all`; in
+`make test` most of them with fewer steps and one rank, in the tests' own process, and only one of those that differ in
+the mesh alone. Ranks that are processes start in tests/launch."""
 
 import os
 import re
@@ -30,7 +30,7 @@ def blocks(language: str) -> list[str]:
 
 
 def commands() -> list[str]:
-    """Each command of the pages once; those of a block that follow from one another as one command."""
+    """Each command of the pages once; commands of a block that depend on one another are one command."""
     found = []
     for block in blocks("bash"):
         lines = [line for line in block.splitlines() if line.strip()]
@@ -44,19 +44,19 @@ RUNNABLE = [command for command in COMMANDS if not command.startswith("make ") a
 HELPS = [command for command in RUNNABLE if command.startswith("python -m ") and command.endswith(" --help")]
 SLOW = ("bert-sentiment", "vit-cifar10", "torchrun", "mpiexec", "runs/small", "runs/writer", "--mesh.row 2",
         "runs/kept", "runs/frugal", "runs/own-family", "runs/upper", "runs/auto", "--explain", "runs/base", "gpt-12b")
-"""In commands that wait for `make test-all`: recipes that fetch, and what tests of its own folder start as well."""
+"""Parts of commands that only `make test-all` runs: recipes that download, and commands that other tests also start."""
 FEW_STEPS = "--train.steps 3 --train.eval-sequences 8 --train.sample-tokens 8"
 ONE_RANK = "--mesh.data 1 --mesh.pipe 1"
 SMALL_CORPUS = "--data.max-bytes 100000"
 
 
 IN_PROCESS = ("check", "plan", "simulate", "resize", "doctor")
-"""Subcommands that start no process: as training on one rank, they run in the tests' own, which has loaded torch."""
+"""Subcommands that start no process: like training on one rank, they run in the tests' process, which has torch."""
 
 
 def run(command: str, folder: Path) -> subprocess.CompletedProcess:
-    """`command` in a shell, as in an activated environment with the checkout at hand, and as there with garbage
-    collections at Python's own pace, and at the end (tests/interpreter)."""
+    """Run `command` in a shell, as in an activated environment with the checkout, with garbage collections at Python's
+    own thresholds and at the end, unlike tests/interpreter."""
     environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
                    "PYTHONPATH": str(ROOT)}
     return subprocess.run(command, shell=True, cwd=folder, env=environment, capture_output=True, text=True, timeout=600)
@@ -67,14 +67,14 @@ def test_readme_is_short() -> None:
 
 
 def anchors(page: Path) -> set[str]:
-    """Of a page's headings, as the site makes them, and those that the page names itself."""
+    """Anchors of a page's headings, as the site creates them, and anchors that the page defines itself."""
     text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
     titles = (re.sub(r"\{#[^}]*\}|[^\w\s-]", "", title) for title in re.findall(r"^#+ (.*)$", text, flags=re.MULTILINE))
     return {re.sub(r"[-\s]+", "-", title.strip().lower()) for title in titles} | set(re.findall(r"\{#([\w-]+)", text))
 
 
 def test_links_lead_to_files_and_headings() -> None:
-    """The site's own links are in `make test-all`: those of its pages about the code are made there."""
+    """`make test-all` checks the site's own links, since it builds the pages about the code."""
     for page in (ROOT / "README.md", *(ROOT / "docs").rglob("*.md")):
         for link, _, anchor in re.findall(r"\]\(([^)#\s]*)(#([^)\s]+))?\)", page.read_text()):
             target = page.parent / link if link else page
@@ -95,13 +95,13 @@ def test_make_targets_exist(command: str) -> None:
 
 
 def quick(command: str) -> str:
-    """With fewer steps; gpt-tiny, which has two replicas of two stages, on one rank and with less text."""
+    """The command with fewer steps; gpt-tiny, which has two replicas of two stages, on one rank with less text."""
     alone = " gpt-tiny " in command and "--mesh." not in command and "--data." not in command
     return re.sub(r"--train\.steps \d+", f"{ONE_RANK} {FEW_STEPS} {SMALL_CORPUS}" if alone else FEW_STEPS, command)
 
 
 def in_make_test() -> list:
-    """Commands with few steps, those with another mesh and else what a command before has slow."""
+    """Commands with few steps; a command that differs from an earlier one only in the mesh is slow."""
     seen, params = set(), []
     for command in RUNNABLE:
         if command not in HELPS:
@@ -121,7 +121,7 @@ def test_command(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         monkeypatch.chdir(tmp_path)
         assert run_command(words[1:]) == 0
     elif words[:3] == ["python", "-m", "benchmarks.gpu.suite"] and not torch.cuda.is_available():
-        assert suite.main(words[3:]) == 0, "which reads its arguments here, and runs nothing"
+        assert suite.main(words[3:]) == 0, "it only reads its arguments here"
     else:
         if command.startswith("mpiexec"):
             pytest.importorskip("mpi4py")
@@ -137,7 +137,7 @@ def test_command(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.filterwarnings(
     "ignore:.* found in sys.modules after import of package:RuntimeWarning", "ignore:.*torch.jit:DeprecationWarning")
 def test_helps(command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """In the tests' own process, which has loaded torch."""
+    """Commands run in the tests' own process, which has loaded torch."""
     module = command.split()[2]
     monkeypatch.setattr(sys, "argv", [module, "--help"])
     with pytest.raises(SystemExit) as ended:
@@ -146,7 +146,7 @@ def test_helps(command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
 
 
 def python_example(text: str) -> str:
-    """The one that has this text."""
+    """The example that contains this text."""
     found, = (code for code in blocks("python") if text in code)
     return found
 
@@ -170,7 +170,7 @@ def test_the_five_lines_are_those_of_the_program() -> None:
 
 
 def test_python_example_learns(capsys: pytest.CaptureFixture[str]) -> None:
-    """On one rank, which is this process."""
+    """It learns on one rank, which is this process."""
     exec(python_example("def batches").replace("data=2, pipe=2", "data=1"), {"__name__": "__main__"})
     assert final_loss(capsys.readouterr().out) < 0.5  # the targets vary by 0.67 around their mean, 16.7 around zero
 

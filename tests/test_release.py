@@ -1,4 +1,4 @@
-"""A release: one version everywhere, distributions that install by themselves, extras that say what they are for."""
+"""A release: one version everywhere, distributions that install on their own, and documented extras."""
 
 import os
 import re
@@ -32,7 +32,7 @@ def test_the_version_is_one() -> None:
 
 
 def test_the_wheel_has_all_files_of_the_package() -> None:
-    """The slow test builds it, and installs it."""
+    """The slow test builds the wheel and installs it."""
     package = ROOT / "ranvier"
     patterns = PROJECT["tool"]["setuptools"]["package-data"]["ranvier"]
     others = {path for path in package.rglob("*") if path.is_file() and path.suffix not in (".py", ".pyc")}
@@ -52,12 +52,12 @@ def test_every_dependency_and_extra_is_in_its_document() -> None:
 
 @pytest.mark.slow
 def test_the_wheel_of_the_sdist_installs_and_runs(tmp_path: Path) -> None:
-    """Without the network: the environment sees the packages of this one, but not this checkout."""
+    """It needs no network: the environment sees the packages of this environment, but not this checkout."""
     pytest.importorskip("build")
     setuptools = pytest.importorskip("setuptools", minversion="77")
     assert setuptools
     tracked = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    for name in filter(None, tracked.split("\0")):  # build/ and *.egg-info of the checkout are not the release's
+    for name in filter(None, tracked.split("\0")):  # build/ and *.egg-info of the checkout are not in the release
         (tmp_path / "source" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "source" / name).write_bytes((ROOT / name).read_bytes())
     subprocess.run([sys.executable, "-m", "build", "--no-isolation", "--outdir", str(tmp_path / "dist"),
@@ -106,4 +106,4 @@ def test_the_lock_has_every_dependency_of_the_two_commands() -> None:
     for text in (*PROJECT["project"]["dependencies"], *extras["mpi"], *extras["test"], *extras["docs"]):
         wanted = Requirement(text)
         assert pinned.get(canonicalize_name(wanted.name)) in wanted.specifier, f"{text}: run make lock"
-    assert len(pinned) > 80  # what they need in turn, too
+    assert len(pinned) > 80  # including indirect dependencies

@@ -1,6 +1,6 @@
-"""The order of the rooms: no import upwards, no circle of files, and few files at the root; see docs/architecture.md.
+"""The order of the rooms: no import upwards, no import cycles, and few files at the root; see docs/architecture.md.
 
-Imports inside functions and under TYPE_CHECKING count, too: a type that is named is known.
+Imports inside functions and under TYPE_CHECKING also count: a named type is a dependency.
 """
 
 import ast
@@ -14,14 +14,14 @@ from tests.sources import ROOT, nodes
 ROOMS = ("errors", "arguments", "mesh", "keyed_random", "layout", "sent_values", "block", "originals", "system",
          "config", "precision", "schedule", "cost", "comm", "world", "launch", "tensor", "optim", "plan", "pictures",
          "pipeline", "models", "data", "checkpoint", "inference", "elastic", "planner", "train", "testing", "cli")
-"""A room imports from those before it."""
+"""A room imports only from the rooms before it."""
 LOOSE = {"__init__", "__main__", "arguments", "block", "errors", "keyed_random", "layout", "mesh", "precision",
          "sent_values", "world"}
 
 
 @cache
 def modules():
-    """Every file of the package by its module's name without `ranvier.`; a package goes by its own name."""
+    """Every file of the package by its module name without `ranvier.`; a package has its own name."""
     found = {}
     for path in nodes():
         parts = path.relative_to(ROOT).with_suffix("").parts
@@ -33,7 +33,7 @@ def modules():
 
 @cache
 def imported(name, *, for_types=True):
-    """The modules of the package that a file imports, anywhere in it. for_types: under TYPE_CHECKING, too."""
+    """The modules of the package that a file imports anywhere. for_types: also under TYPE_CHECKING."""
     names, inside = set(), nodes()[modules()[name]]
     skipped = set() if for_types else {
         id(node) for top in inside[0].body if isinstance(top, ast.If) and "TYPE_CHECKING" in ast.dump(top.test)
@@ -57,7 +57,7 @@ def _module(name):
 
 
 def place(name):
-    """A module's room; None if it is in none."""
+    """A module's room; None if it is in no room."""
     room = name.partition(".")[0]
     return room if room in ROOMS else None
 
@@ -70,7 +70,7 @@ def test_no_import_upwards():
 
 
 def test_no_circle_of_files():
-    """Of imports that run: a file may name a type of a file that calls it."""
+    """Only imports that run count: a file may name a type of a file that calls it."""
     try:
         TopologicalSorter({name: imported(name, for_types=False) for name in modules()}).prepare()
     except CycleError as circle:

@@ -1,4 +1,4 @@
-"""The site: it builds without a warning, no link is dead, it needs no network, and it says what the code says."""
+"""The site: it builds without warnings, has no dead links, needs no network, and agrees with the code."""
 
 import ast
 import json
@@ -24,7 +24,7 @@ ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 COMING_FROM = sorted((DOCS / "coming-from").glob("*.md"))
 STEPS = [*sorted((DOCS / "tutorials").glob("*.md")), *COMING_FROM, *sorted((DOCS / "concepts").glob("*.md"))]
-"""Pages whose programs and commands follow from one another, and run in one folder."""
+"""Pages whose programs and commands depend on one another, and run in one folder."""
 
 
 # ---------------------------------------------------------------------- what the pages say
@@ -56,7 +56,7 @@ def test_a_notebook_becomes_a_page_with_its_outputs() -> None:
 
 
 def test_notebooks_keep_no_warnings() -> None:
-    """They name paths of the machine."""
+    """Warnings would contain paths of the machine."""
     for path in (DOCS / "tutorials").glob("*.ipynb"):
         assert '"name": "stderr"' not in path.read_text(), path.name
 
@@ -66,7 +66,7 @@ def test_every_setting_and_every_reason_is_in_the_reference() -> None:
     assert all(f"\n#### {setting.flag} {{#" in page for setting in read.settings().values())
     assert set(reference.reasons()) == {*effects.CONDITIONS, *effects.ASKED}, "add a run to website.reference.probes"
     assert "No effect where the task lm, chat" in page
-    assert "``" not in page, "a default that is empty is no empty code"
+    assert "``" not in page, "an empty default must not be empty code"
 
 
 def test_reasons_that_differ_in_a_word_are_one() -> None:
@@ -106,7 +106,7 @@ def test_an_error_names_the_setting_that_a_page_has_for_a_flag_of_another_system
 
 @cache
 def texts_of_the_code() -> list[str]:
-    """Every text of the package, with a mark for each value in it; what is in one expression is one text."""
+    """Every text of the package, with a mark for each value in it; the strings of one expression are one text."""
     found = []
     for inside in nodes().values():
         found += [_text(node) for node in inside if isinstance(node, (ast.JoinedStr, ast.Constant, ast.BinOp))]
@@ -127,7 +127,7 @@ def _text(node: ast.AST) -> str:
 
 
 def is_in_the_code(message: str) -> bool:
-    """Whether the parts between the marks are in one text of the code, in this order."""
+    """Whether the parts between the marks are in a single text of the code, in this order."""
     parts = [part.strip(" ") for part in message.split("…")]
 
     def has(text: str) -> bool:
@@ -166,7 +166,7 @@ def test_the_picture_of_the_schedule_is_what_the_simulator_gives() -> None:
 
 @pytest.mark.parametrize("colours", [schedule_picture.LIGHT, schedule_picture.DARK], ids=["light", "dark"])
 def test_the_picture_of_the_schedule_can_be_read(colours) -> None:
-    """By WCAG's contrast of texts on their grounds."""
+    """By WCAG's contrast of texts on their backgrounds."""
     def light(name: str) -> float:
         text = colours[name].removeprefix("#")
         parts = [int(part, 16) / 255 for part in re.findall("..", text if len(text) == 6 else "".join(
@@ -185,7 +185,7 @@ def test_every_public_name_is_in_the_python_reference() -> None:
 
 
 def test_lists_begin_after_an_empty_line() -> None:
-    """Python-Markdown takes them for text otherwise, and GitHub does not."""
+    """Otherwise Python-Markdown takes them for text, unlike GitHub."""
     for page in [ROOT / "README.md", *DOCS.rglob("*.md")]:
         text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
         for before, line in zip(text.splitlines(), text.splitlines()[1:], strict=False):
@@ -193,10 +193,10 @@ def test_lists_begin_after_an_empty_line() -> None:
             assert not (begins and before.strip() and not re.match(r"(- |\d+\. |  )", before)), f"{page.name}: {line}"
 
 
-# ---------------------------------------------------------------------- the site as it is built
+# ---------------------------------------------------------------------- the built site
 
 class Tags(HTMLParser):
-    """Links, anchors, and what a page loads."""
+    """The links and anchors of a page, and the files that it loads."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -247,7 +247,7 @@ def test_no_link_of_the_site_is_dead(site: Path) -> None:
 
 @pytest.mark.slow
 def test_the_search_finds_how_to_pages_first(site: Path) -> None:
-    """Pages by how often they say a word, as the search weighs them: the log of experiments says everything."""
+    """The search weighs pages by how often they contain a word, and the log of experiments contains every word."""
     text = (site / "search" / "search_index.js").read_text()
     entries = json.loads(text[text.index("{"):text.rindex("}") + 1])["docs"]
     boosts = {entry["location"]: entry.get("boost", 1) for entry in entries}
@@ -268,7 +268,7 @@ def test_the_site_loads_nothing_from_elsewhere(site: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.skipif(not shutil.which("chromium"), reason="chromium is not installed: nobody looks at the site")
 def test_a_phone_shows_every_page(site: Path, tmp_path: Path) -> None:
-    """Whole, with its pictures, and without an error. 404.html is for servers: its links begin at their root."""
+    """In full width, with its pictures and without errors. 404.html is for servers: its links begin at their root."""
     pictures = "[...document.images].filter(one => !one.naturalWidth).map(one => one.src.slice(0, 80))"
     with Browser(tmp_path / "profile") as browser:
         for path in set(site.rglob("*.html")) - {site / "404.html"}:
@@ -315,7 +315,7 @@ def run_steps(page: Path, folder: Path, shorter: dict[str, str]) -> str:
 
 @pytest.mark.slow
 def test_the_first_tutorial(tmp_path: Path) -> None:
-    """Its loop, as it stands there, with fewer steps."""
+    """The tutorial's loop, unchanged except for fewer steps."""
     output = run_steps(DOCS / "tutorials" / "own-model.md", tmp_path,
                        {"python train.py 100": "python train.py 5", "python train.py 200": "true"})
     assert re.search(r"^step 5: held out 0\.\d+$", output, flags=re.MULTILINE)

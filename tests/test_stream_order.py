@@ -1,6 +1,6 @@
-"""Every wait for a CUDA device in the package: with all of them there is no race, without any one of them there is one.
+"""Every wait for a CUDA device in the package: with all waits there is no race; without any one there is a race.
 
-A scenario runs the package's code on a fake device that knows what must run before what (`tests.stream_order`).
+A scenario runs the package's code on a fake device that tracks which operations are ordered (`tests.stream_order`).
 """
 
 import ast
@@ -48,14 +48,14 @@ OTHER = {
     ("optim/placement.py", "self.synchronize()"),
     ("comm/torch_group.py", "return self._work.is_completed()"),
     ("comm/nccl_transport.py", "return all(work.is_completed() for work in works)")}
-"""What has the name of a wait: a call of one that is in a scenario, a poll that every transport's tests share, and one
-after which nothing runs."""
+"""Calls that are named like a wait: calls of a wait that is in a scenario, a poll that every transport's tests share,
+and a poll after which nothing runs."""
 
 
 # ---------------------------------------------------------------------- scenarios
 
 def updates(offload, dtype, in_flight, gradient_dtype=torch.float32):
-    """Steps of the optimizer over flat buffers, with nothing around it that waits; then the host reads the states."""
+    """Steps of the optimizer over flat buffers, without other waits around them; the host then reads the states."""
     def run(cuda):
         size, chunks = 150, list(buckets_of([(0, 70), (70, 150)], 32))
         weights = torch.ones(size, dtype=dtype, device=DEVICE)
@@ -73,7 +73,7 @@ def updates(offload, dtype, in_flight, gradient_dtype=torch.float32):
         held = {"none": lambda: placement.Resident(*made), "hybrid": hybrid,
                 "stream": lambda: placement.Streamed(*made, in_flight),
                 "host": lambda: placement.OnHost(*made, in_flight, gradient_dtype=gradients.dtype)}[offload]()
-        if offload == "hybrid":  # whose states have places of their own
+        if offload == "hybrid":  # its states have their own places
             placed = {bucket.number: bucket for bucket in (*on_device, *on_host)}
             chunks = [[placed[bucket.number] for bucket in chunk] for chunk in chunks]
             buckets = [placed[bucket.number] for bucket in buckets]
@@ -81,11 +81,11 @@ def updates(offload, dtype, in_flight, gradient_dtype=torch.float32):
             gradients.fill_(float(step))
             if step >= 3:
                 chunks, buckets = [chunk[::-1] for chunk in chunks[::-1]], buckets[::-1]
-            if step in (2, 3):  # as before each step in which a program may have written parameters
+            if step in (2, 3):  # as if a program had written parameters before the step
                 weights[:50].fill_(float(step))
                 held.take_parameters(0, size)
             held.prefetch(buckets)
-            if step == 1:  # a step that is skipped: its buckets were copied in for nothing
+            if step == 1:  # a skipped step: its buckets were copied in for nothing
                 continue
             update = placement.Update(step=step + 1, learning_rate=0.01, factor=0.5,
                                       segments=[Segment(0, 50, 1.0, 0.1), Segment(60, size, 0.5, 0.0)])
@@ -97,12 +97,12 @@ def updates(offload, dtype, in_flight, gradient_dtype=torch.float32):
                 for _, states in held.homes():
                     for state in states.values():
                         state.tolist()
-                        state.mul_(1.0)  # as a checkpoint that is loaded writes them
+                        state.mul_(1.0)  # as loading a checkpoint writes them
     return run
 
 
 def training(cuda):
-    """An engine, whose times are read a step later."""
+    """An engine whose times are read a step later."""
     program = Program(layers=1, hidden=16, vocab=16, sequence=8, microbatches=1, precision="bf16",
                       optim={"offload": "stream", "clip_norm": 0.1})
     with engine_of(program, world_of_one(DEVICE)) as engine:
@@ -111,7 +111,7 @@ def training(cuda):
 
 
 def checkpoint(cuda):
-    """Copies in pinned memory are read by the thread that writes the file; the next ones go to the same memory."""
+    """The thread that writes the file reads copies in pinned memory; the next copies use the same memory."""
     tensors, room = [torch.ones(5, device=DEVICE), torch.ones(3, dtype=torch.int64)], []
     for _ in range(2):
         for copy in host_copies(tensors, room):
@@ -119,7 +119,7 @@ def checkpoint(cuda):
 
 
 def numbers(cuda):
-    """The host reads what a device has found."""
+    """The host reads a result of the device."""
     source = torch.ones(2, device=DEVICE)
     copy = HostCopy(source)
     source.add_(1.0)
@@ -127,7 +127,7 @@ def numbers(cuda):
 
 
 def samples(cuda):
-    """Batches are copied ahead of the step that reads them; one that nobody takes is dropped."""
+    """Batches are copied ahead of the step that reads them; a batch that is not used is dropped."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loader, "padded_inputs", lambda data, samples, *rest: torch.from_numpy(samples.copy()))
         made = loader.Loader(None, Sampler(8, 0), global_size=4, microbatch_size=2, needs_targets=False, device=DEVICE)
@@ -171,7 +171,7 @@ def collectives(aware):
 
 
 def device_messages(cuda):
-    """MPI reads and writes device memory as the host does; what arrives lies where something else has been."""
+    """MPI reads and writes device memory as the host does; messages arrive in memory that was used before."""
     posted = []
 
     def isend(buffer, destination):
@@ -197,7 +197,7 @@ def device_messages(cuda):
 
 
 def staged(cuda):
-    """A message of a device travels over MPI when it is in pinned memory; a credit behind it keeps its place."""
+    """A device's message is sent over MPI once it is in pinned memory; a later credit stays behind it."""
     sent = []
 
     def isend(buffer, destination):
@@ -221,7 +221,7 @@ def clocks(module, call):
         reads, arange = [], torch.arange
 
         def perf_counter():
-            if call is rates or reads:  # the others time a warm-up first
+            if call is rates or reads:  # the other calls first time a warmup
                 cuda.require_idle("a clock is read")
             reads.append(len(reads))
             return float(len(reads))
@@ -251,7 +251,7 @@ def pairs():
 
 
 def messages(cuda):
-    """Two ranks, as threads, send each other messages over NCCL, of which some are larger than a slot."""
+    """Two ranks, as threads, send each other messages over NCCL, some of which are larger than a slot."""
     with ordered_transport(cuda, nccl_transport, 2) as boxes:
         def rank(number):
             with cuda.thread():
@@ -278,7 +278,7 @@ def exchange(number, boxes):
         assert message.tensors[""].tolist() == [1.0 + microbatch] * size
     assert transport.flush(20.0)
     transport.close()
-    for thread in transport._threads:  # what they hold is freed here, where it is known to have been sent
+    for thread in transport._threads:  # their messages are freed here, where they are known to have been sent
         thread.join(20.0)
 
 
@@ -296,7 +296,7 @@ SCENARIOS = {
 
 
 def run(name, left_out=None):
-    """The waits that a scenario makes, and the first race; None without one."""
+    """The waits that a scenario makes, and the first race or None."""
     with OrderedCuda(devices=2, left_out=left_out) as cuda:
         SCENARIOS[name](cuda)
     return cuda.sites, cuda.races[0] if cuda.races else None
@@ -304,14 +304,14 @@ def run(name, left_out=None):
 
 @pytest.fixture(scope="module")
 def made():
-    """The waits of each scenario; none of them has a race."""
+    """The waits of each scenario; checks that none of them has a race."""
     found = {name: run(name) for name in SCENARIOS}
     assert not {name: race for name, (_, race) in found.items() if race}
     return {name: sites for name, (sites, _) in found.items()}
 
 
 def text_of(site):
-    """The wait as the source has it."""
+    """The source line of the wait."""
     return (ROOT / site[0]).read_text().splitlines()[site[1] - 1].split("#")[0].strip()
 
 
@@ -327,7 +327,7 @@ def test_without_any_one_wait_there_is_a_race(made, is_optimizers):
 
 
 def test_every_wait_of_the_package_is_in_a_scenario(made):
-    """Or among the exceptions, all of which are in the source."""
+    """Or it is among the exceptions, all of which are in the source."""
     lines = {(site[0], site[1]) for site in set().union(*made.values())}
     missed, excepted = [], set()
     for path in sorted(ROOT.rglob("*.py")):
@@ -347,7 +347,7 @@ def test_every_wait_of_the_package_is_in_a_scenario(made):
 
 
 def test_a_race_is_noticed_in_whichever_order_it_runs():
-    """Two streams write the same memory: with a wait between them, no race; without, one. So for freed memory."""
+    """Two streams write the same memory: without a wait between them there is a race; likewise for freed memory."""
     for wait in (True, False):
         with OrderedCuda() as cuda:
             side, tensor = torch.cuda.Stream(DEVICE), torch.zeros(4, device=DEVICE)

@@ -1,4 +1,4 @@
-"""Texts start with the tokens with which transformers starts them, and one class decides which these are."""
+"""Texts start with the same tokens as in transformers, and a single class decides which."""
 
 from __future__ import annotations
 
@@ -24,25 +24,25 @@ from tests.sources import ROOT, nodes
 WORDS = ("bos_token", "post_processor", "prefix_token", "add_special_tokens", "eot_token_id")
 ALLOWED = {
     "data/tokenizer.py": (*WORDS, "[.end]"),
-    "data/wordpiece.py": ("post_processor", "add_special_tokens"),  # BERT's [CLS] and [SEP], which stand around pairs
+    "data/wordpiece.py": ("post_processor", "add_special_tokens"),  # BERT's [CLS] and [SEP] around pairs
     "data/text_samples.py": ("add_special_tokens",),  # switched off until a text is cut
     "data/chat_template.py": ("add_special_tokens",),  # switched off: a template writes all of them
     "data/offline/gguf_tokenizer.py": (  # writes tokenizer.json and the ends of texts
         "bos_token", "post_processor", "add_special_tokens", "eot_token_id"),
     "checkpoint/hf/tokenizer_files.py": ("bos_token",),  # writes tokenizer_config.json
     "checkpoint/hf/export_model.py": ("bos_token",),
-    "inference/generation_config.py": ("bos_token",),  # tells of forced_bos_token_id, which nothing follows
+    "inference/generation_config.py": ("bos_token",),  # reports forced_bos_token_id, which is not supported
     "inference/lm_eval_model.py": ("prefix_token", "add_special_tokens", "eot_token_id")}  # the package's names
 """File -> words of text starts that it may use."""
 
 
 def words_of_starts(inside, *, appends=False):
-    """The words of text starts that a module uses. appends: a list may be of the separator alone."""
+    """The words of text starts that a module uses. appends: a list may contain only the separator."""
     texts = {node.value for node in inside if isinstance(node, ast.Constant)}
     names = {getattr(node, name, None) for node in inside for name in ("attr", "id", "arg", "name")}
     used = {word for word in WORDS for text in texts | names if isinstance(text, str) and word in text}
     for node in inside:
-        if isinstance(node, (ast.List, ast.Tuple)) and node.elts:  # a context that is made of the separator
+        if isinstance(node, (ast.List, ast.Tuple)) and node.elts:  # a context that consists of the separator
             first, is_spread = node.elts[0], isinstance(node.elts[0], ast.Starred)
             name = getattr(first.value if is_spread else first, "attr", None)
             if (is_spread and name in ("start", "nothing")) or (
@@ -55,7 +55,7 @@ def test_no_second_place_decides_how_texts_start():
     found = {}
     for path, inside in nodes().items():
         name = str(path.relative_to(ROOT))
-        used = words_of_starts(inside, appends=name == "data/lm.py")  # which appends it to documents
+        used = words_of_starts(inside, appends=name == "data/lm.py")  # it appends the separator to documents
         if more := used - set(ALLOWED.get(name, ())):
             found[name] = more
     assert not found, "ranvier.data.tokenizer.Tokenizer decides with which tokens a text starts"
@@ -131,7 +131,7 @@ def _written(folder, tokenizer, documents, processes):
     ("<|begin_of_text|>", {}, "<|begin_of_text|>"), (None, {"bos_token": "<|begin_of_text|>"}, "<|begin_of_text|>"),
     (None, {}, "<|end_of_text|>"), (None, {"bos_token": "gone"}, "<|end_of_text|>")])
 def test_the_context_of_a_text_without_one(tmp_path, start, settings, context):
-    """As `prefix_token_id` of lm-evaluation-harness: the BOS, else the EOS."""
+    """As `prefix_token_id` of lm-evaluation-harness: the BOS, or else the EOS."""
     tokenizer = folder_with(tmp_path, start=start, **settings)
     number = tokenizer.numbers()[context]
     assert list(tokenizer.nothing) == [number]

@@ -1,6 +1,6 @@
-"""What a type checker sees of the package: every public name with its own type, and the pages' programs without errors.
+"""The package under a type checker: every public name has its own type, and the pages' programs have no errors.
 
-`make lint` checks the package and the examples; this is one more run of mypy, on what stands in no file.
+`make lint` checks the package and the examples; this is another run of mypy, on code that is in no file.
 """
 
 import ast
@@ -19,27 +19,27 @@ from tests.test_readme import blocks
 
 ROOT = Path(__file__).parents[1]
 AS_USERS_WRITE = "# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls"
-"""What a program calls is checked strictly, and its own functions need no types."""
+"""The calls of a program are checked strictly, but its own functions need no types."""
 
 
 OTHERS_FILE = "from model import "
-"""A program that begins with a file of somebody else's, such as nanoGPT's."""
+"""Start of a program that uses another project's file, such as nanoGPT's."""
 
 
 def programs() -> list[str]:
-    """The whole programs of the pages: excerpts import nothing."""
+    """The complete programs of the pages; excerpts import nothing."""
     return [block for block in blocks("python") if "import " in block and OTHERS_FILE not in block]
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory) -> dict[str, list[str]]:
-    """File -> what mypy says of it."""
+    """File -> mypy's messages about it."""
     folder = tmp_path_factory.mktemp("typed")
     names = [*(f"ranvier.{name}" for name in ranvier.__all__), "ranvier.__version__"]
     (folder / "names.py").write_text("import ranvier\n" + "".join(f"reveal_type({name})\n" for name in names))
     for number, program in enumerate(programs()):
         (folder / f"program{number}.py").write_text(f"{AS_USERS_WRITE}\n{program}")
-    # With the options of `make lint`, or neither run could use the other's cache.
+    # With the options of `make lint`, so that both runs can use the same cache.
     said = subprocess.run([sys.executable, "-m", "mypy", "--no-error-summary", *map(str, sorted(folder.iterdir()))],
                           cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert not said.stderr, said.stderr
@@ -55,7 +55,7 @@ def test_every_public_name_has_a_type(found: dict[str, list[str]]) -> None:
     shown = dict(zip([*ranvier.__all__, "__version__"], (one and one[1] for one in types), strict=True))
     assert not {name: one for name, one in shown.items() if not one or one in ("Any", "object", "builtins.object")}
     assert shown["Engine"].startswith("def (model: ") and shown["Engine"].endswith("ranvier.pipeline.engine.Engine")
-    assert "in_flight" not in shown["Engine"] and "**" not in shown["Engine"], "it takes named arguments alone"
+    assert "in_flight" not in shown["Engine"] and "**" not in shown["Engine"], "it takes named arguments only"
     assert shown["train"].endswith("-> dict[str, object]") and shown["start"].endswith("-> ranvier.world.World")
 
 
@@ -65,7 +65,7 @@ def test_programs_of_the_pages_have_no_errors(found: dict[str, list[str]]) -> No
 
 
 def test_what_is_imported_when_used_is_what_type_checkers_read() -> None:
-    """The names under TYPE_CHECKING, and each from the module that has it."""
+    """The names under TYPE_CHECKING, each from the module that defines it."""
     tree = ast.parse((ROOT / "ranvier" / "__init__.py").read_text())
     block = next(node for node in tree.body if isinstance(node, ast.If))
     declared = {alias.asname: (node.module, alias.name) for node in block.body if isinstance(node, ast.ImportFrom)
@@ -92,7 +92,7 @@ def test_the_package_of_runs_is_the_function_that_trains() -> None:
 
 
 def test_all_that_is_public_is_documented() -> None:
-    """Each name, and each method and property of a class that has no leading underscore."""
+    """Each public name, and each method and property of a class without a leading underscore."""
     missing = []
     for name in ranvier.__all__:
         one = getattr(ranvier, name)

@@ -1,4 +1,4 @@
-"""A tiny GPT on texts that are made for it: what tests of commands and launchers train."""
+"""A tiny GPT on generated texts, which tests of commands and launchers train."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ WORDS = ("the", "arrow", "flies", "over", "a", "green", "field", "and", "the", "
 
 
 def flags(folder, **changed):
-    """Flags of the run, with texts in `folder` that are made unless they are there. changed: settings, with __ for the
+    """Flags of the run, with texts in `folder` that are created unless they exist. changed: settings, with __ for the
     dot and _ for the hyphen."""
     corpus = folder / "corpus"
     if not corpus.exists():
@@ -24,7 +24,7 @@ def flags(folder, **changed):
 
 
 def random_texts(folder, files, *, lines=1, words=10):
-    """A new folder of texts, each of so many lines of so many words."""
+    """A new folder of texts with `lines` lines of `words` words."""
     choose = random.Random(0)
     folder.mkdir()
     for number in range(files):

@@ -1,5 +1,5 @@
-"""`python -m tests.without_pictures` is the command `ranvier` whose runs draw nothing, as those in the tests' own
-process (`short_measurements` of conftest): drawing takes longer than a tiny run."""
+"""`python -m tests.without_pictures` is the command `ranvier` whose runs draw nothing, like runs in the tests' own
+process (`short_measurements` of conftest), because drawing takes longer than a tiny run."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ranvier.train import metrics, report
 
 
 def draws_nothing(*args: object) -> None:
-    """In place of what draws."""
+    """Replaces the functions that draw."""
 
 
 if __name__ == "__main__":

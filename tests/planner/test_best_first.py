@@ -95,7 +95,7 @@ def test_bounds_are_no_longer_than_what_they_bound(data):
     bound, recomputing = least_run_seconds(run, cluster, sample)
     counted = run_cost(run, cluster, stages, exact=False, limits=unlimited_limits(run)).seconds
     limited, simulated = (run_cost(run, cluster, stages, exact=exact) for exact in (False, True))
-    assert 0 < bound <= counted * (1 + 1e-9) and counted <= simulated.seconds * 1.01, "extrapolated from short runs"
+    assert 0 < bound <= counted * (1 + 1e-9) and counted <= simulated.seconds * 1.01, "extrapolated from two short ones"
     assert limited.seconds <= simulated.seconds * 1.01
     again = replace(run, memory=Memory(recompute="auto"))
     assert recomputing <= run_cost(again, cluster, WORK.stages(again), exact=False).seconds * (1 + 1e-9)

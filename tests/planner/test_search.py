@@ -106,8 +106,8 @@ def test_other_searches_in_this_process_count_no_block_again(monkeypatch):
 
 
 def test_a_faster_network_has_no_slower_plan():
-    """Meshes whose gradients take the same time gain unequally from smaller chunks, so the fastest with usual chunks need
-    not be the fastest."""
+    """Meshes whose gradients take the same time gain unequally from smaller chunks, so the fastest with usual chunks
+    need not be the fastest."""
     h100, work, seconds = load_cluster("h100"), Work(), []
     fp32 = replace(h100.device.rates["fp32"], peak_flops=33e12)
     device = replace(h100.device, memory_bandwidth=2.5e12, rates={"fp32": fp32})
