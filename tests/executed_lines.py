@@ -59,7 +59,7 @@ class ExecutedLines:
             yield
         finally:
             sys.settrace(before)
-            threading.settrace(None)  # type: ignore[arg-type]  # the way to end it
+            threading.settrace(None)  # type: ignore[arg-type]  # this ends tracing
 
     def missed(self, path: Path, *, inside: Sequence[str] = ()) -> list[str]:
         """Lines of functions that have not run, as "number: text". inside: names of functions that count; () is all."""

@@ -324,7 +324,7 @@ def in_parts(cuda):
         whole.add_(1)
 
 
-# ---------------------------------------------------------------------- groups by themselves
+# ---------------------------------------------------------------------- groups alone
 
 def host_group(cuda):
     """Numbers, texts and large half-precision sums in host memory."""

@@ -123,7 +123,7 @@ def layout(mesh, boundaries, *, sharded=True, chunking=None, tied=True, frozen=0
 
 
 def places(one, of):
-    """Name -> (rank, box) of its parts, as `of` says."""
+    """Name -> (rank, box) of its parts, as `of` returns them."""
     found = {}
     for rank in range(one.mesh.size):
         for piece in of(rank):

@@ -129,6 +129,6 @@ def test_communication_knows_nothing_of_training():
 
 
 def test_every_file_says_why_it_exists_and_keeps_no_state():
-    """A docstring, and no `global` statement."""
+    """Every file has a docstring and no `global` statement."""
     assert [path for path, (tree, *_) in nodes().items() if tree.body and not ast.get_docstring(tree)] == []
     assert [path for path, found in nodes().items() if any(isinstance(node, ast.Global) for node in found)] == []

@@ -197,7 +197,7 @@ def device_messages(cuda):
 
 
 def staged(cuda):
-    """A device's message is sent over MPI once it is in pinned memory; a later credit stays behind it."""
+    """A device's message is sent over MPI once it is in pinned memory; a later credit stays after it."""
     sent = []
 
     def isend(buffer, destination):
@@ -245,7 +245,7 @@ def pairs():
     world = world_of_one(DEVICE)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(measure, "_BETWEEN", (2, 2))
-        patch.setattr(measure, "range", lambda count: range(min(count, 2)), raising=False)  # not a hundred times each
+        patch.setattr(measure, "range", lambda count: range(min(count, 2)), raising=False)  # not a hundred times
         measure._collective(world)
     world.backend.close()
 

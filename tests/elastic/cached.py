@@ -59,7 +59,7 @@ class Prefix:
 
 
 class Cached:
-    """A cache, used as the first stage uses it. knows: the check of the blocks has told it the format of a row."""
+    """A cache, used as the first stage uses it. knows: it has the format of a row from the check of its blocks."""
 
     def __init__(self, folder, prefix=None, *, token="run", knows=False, **options):
         self.prefix, self.told = prefix or Prefix(), []
@@ -77,14 +77,14 @@ class Cached:
         self.cache.close()
 
     def __call__(self, *samples):
-        """The state of these samples, and what was computed for it."""
+        """The state of these samples, and the computations that it needed."""
         self.prefix.calls.clear()
         state = self.cache.forward(torch.tensor(samples, dtype=torch.int64), self.prefix.inputs(samples),
                                    self.prefix.compute)
         return state, list(self.prefix.calls)
 
     def right(self, *samples):
-        """Check that the state is bit-identical to the uncached state, and return what was computed for it."""
+        """Check that the state is bit-identical to the uncached state; returns the computations that it needed."""
         state, calls = self(*samples)
         same(state, self.prefix.truth(samples))
         return calls

@@ -34,7 +34,7 @@ NUM_STEPS, NUM_LAYERS = 24, 6
 AT_ONCE = Batch(global_size=8, microbatch_size=8)
 """For runs on one rank, which take a third of the time with it."""
 IN_TWO = Batch(global_size=8, microbatch_size=4)
-"""For runs of at most two replicas whose microbatches are not what is tested."""
+"""For runs of at most two replicas whose tests do not depend on microbatches."""
 
 
 def tiny(sentences, run_dir, *, mesh=None, elastic=None, **changes):

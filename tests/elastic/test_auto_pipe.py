@@ -124,7 +124,7 @@ def situation(**settings):
 
 
 ALL_COUNTS = 0
-"""Number of microbatches of a situation: the best of `microbatch_counts`."""
+"""As a situation's number of microbatches: the best of `microbatch_counts`."""
 OF_BLOCKS = {field.name for field in fields(BlockFacts)}
 
 

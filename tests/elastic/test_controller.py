@@ -1,4 +1,4 @@
-"""The controller of elastic runs, driven with random facts; its state through JSON at any time."""
+"""The controller of elastic runs, driven with random facts; its state can go through JSON at any time."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Answers:
 
 
 class Course:
-    """A run whose numbers `draw` draws. It keeps two controllers: the second gets its state through JSON each time."""
+    """A run with numbers from `draw`. It keeps two controllers; the second gets its state through JSON each time."""
 
     def __init__(self, draw):
         self.draw = draw
@@ -195,7 +195,7 @@ def test_an_impossible_state_is_refused_by_the_checkpoints_name(tmp_path, change
 
 
 def test_a_state_from_before_a_field_was_added_is_read():
-    """In folders of earlier versions, None is no number, and missing fields are as in a new run."""
+    """Earlier versions wrote None for numbers that are not finite; missing fields are as in a new run."""
     older = {"evaluations": 2, "due": False, "norms": [0.5, None], "ledger": {"entries": []}, "profile": {"trials": []},
              "progress": {"loss": 1.0, "targets": 2.0, "learning_rate": None, "metrics": {}, "similarities": None},
              "kept": 1}

@@ -118,6 +118,6 @@ def test_an_idle_rank_notices_that_rank_0_has_stopped(start, transport):
 def test_nothing_is_left_of_a_mesh_that_was_left(transport):
     for before, after in run_processes("tests.elastic.many_transitions:go_round", 2, transport, args=[50],
                                        timeout_seconds=300):
-        # Fewer: what is left of the last mesh may still be ending when the first figures are taken.
+        # There may be fewer, as parts of the last mesh may still be ending when the first counts are taken.
         assert after[0] <= before[0] and after[1] <= before[1], "threads and open files"
         assert after[2] - before[2] < 32 << 20

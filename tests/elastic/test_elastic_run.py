@@ -149,7 +149,7 @@ def test_half_precision_entries_change_little(sentences, tmp_path, in_one_proces
     results, _ = run_all(run)
     assert read_rows(results) > 0
     assert losses(run) == pytest.approx(in_one_process, rel=1e-2)
-    assert losses(run) != pytest.approx(in_one_process, rel=1e-9)  # eleven bits are not 53
+    assert losses(run) != pytest.approx(in_one_process, rel=1e-9)  # eleven significant bits instead of 53
 
 
 @pytest.mark.slow

@@ -47,7 +47,7 @@ def norms(mesh, frozen=0, microbatch=2, **optim):
 
 
 def plainly(frozen=0, clip_norm=0.0):
-    """The same two steps with torch alone, in one process."""
+    """The same two steps with plain torch in one process."""
     model = replace(gpt(replace(CONFIG, dropout=0.0), dtype=torch.float64), tied=())
 
     def work(world):

@@ -302,7 +302,7 @@ def parts(mesh, *ranks, frozen=(), sharded=False):
     (Mesh(row=2, col=2), [0, 1, 2], False, "no other rank has the state of row 1, col 1"),
 ], ids=str)
 def test_the_state_that_no_survivor_has(mesh, survivors, sharded, missing):
-    have = [*parts(mesh, *survivors, sharded=sharded), {}, {"6": {}}]  # and an idle rank, and one that is behind
+    have = [*parts(mesh, *survivors, sharded=sharded), {}, {"6": {}}]  # and an idle rank, and one a step behind
     assert missing_state(have, 7, sharded=sharded) == missing
 
 

@@ -1,4 +1,4 @@
-"""Gradients of adapters on every mesh are those of plain PyTorch, in fp64 to 1e-10, and nothing else has one."""
+"""Only adapters have gradients, which on every mesh are those of plain PyTorch, in fp64 to 1e-10."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""BERT against transformers: logits, losses and raw gradients; masks, dropout, and how it builds and starts."""
+"""BERT against transformers: logits, losses, raw gradients; masks, dropout, and how it is built and initialised."""
 
 from __future__ import annotations
 

@@ -124,7 +124,7 @@ def test_labels_as_transformers_shifts_them_itself(stages):
         engine.close()
         return found[0]
 
-    given = [shifted]  # transformers takes logits in fp32
+    given = [shifted]  # transformers computes the loss of fp32 logits
     assert run_ranks(rank, stages) == [pytest.approx(expected, rel=1e-6)] * stages
     given = [labels, labels]
     with pytest.warns(UserWarning, match="inputs of their own positions") as told:

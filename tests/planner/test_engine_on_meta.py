@@ -79,7 +79,7 @@ def allocated(run, rank):
         for parameter in gradients.places:
             parameter.grad.zero_()  # a backward has reached it
         for chunk in gradients.chunks:
-            chunk.outstanding = 0  # gradients of other ends have come
+            chunk.outstanding = 0  # gradients of other ends have arrived
         gradients.block_passed(0)
         gradients.wait()
         optimizer.prefetch()

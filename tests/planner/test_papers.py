@@ -81,7 +81,7 @@ def test_a_rank_computes_less_for_what_it_sends_with_more_stages(papers):
 
 @pytest.mark.slow
 def test_strong_scaling(papers):
-    """Figure 11: AxoNN is the fastest on every number of devices; eight times as many take an eighth of the days."""
+    """Figure 11: AxoNN is the fastest on every number of devices; eight times as many need an eighth of the days."""
     found = papers.figure_eleven()
     assert list(found) == [48, 96, 192, 384] and all(min(days, key=days.get) == "AxoNN" for days in found.values())
     for name, days in found[48].items():

@@ -571,7 +571,7 @@ def test_the_table_tells_apart_what_it_ranks():
 
 
 def test_microbatches_of_a_batch_of_any_size():
-    """No loop runs over the divisors of the batch."""
+    """No loop runs over all divisors of the batch."""
     def sizes(batch: int) -> list[int]:
         return _microbatches(Run(batch=Batch(global_size=batch)), Mesh(row=3))
 

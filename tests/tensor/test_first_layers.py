@@ -141,7 +141,7 @@ def test_gradients_in_the_engine(rows, cols, scheme):
     reference.forward_backward(batches[0])
     mesh, options = Mesh(pipe=2, row=rows, col=cols), {"memory": Memory(recompute=1)} if rows == 2 else {}
     outcome = gradients_on(model, batches, mesh, scheme=scheme, **options)
-    assert_close(outcome.gradients, reference.gradients(), least=1e-3)  # that of the keys' bias is zero
+    assert_close(outcome.gradients, reference.gradients(), least=1e-3)  # the gradient of the keys' bias is zero
 
 
 def test_they_equal_torchs():

@@ -105,7 +105,7 @@ def test_one_microbatch(cols, kind):
     (Mesh(row=2, col=2), "summa", "gemma2")], ids=str)
 def test_a_frozen_prefix(mesh, scheme, kind):
     change = partial(frozen, is_frozen=lambda name: name.startswith(("embedding.", "layer0.")))
-    if kind == "gemma2":  # whose head is the embedding
+    if kind == "gemma2":  # its head is tied to the embedding
         change = partial(frozen, is_frozen=lambda name: name.startswith("layer0.attention.qkv.key"))
     outcome = assert_as_one_process(kind, mesh, scheme=scheme, change=change)
     assert not any(name.startswith("layer0.attention.qkv.key") for name in outcome.gradients) and outcome.gradients

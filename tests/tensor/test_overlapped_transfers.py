@@ -184,7 +184,7 @@ def test_small_sums_travel_together():
         product(4)  # does not fit with the first three
         product(1)
         assert sent == [12, 20] and not added
-        product(0, torch.float32)  # in another number format, and in the memory of the first ones
+        product(0, torch.float32)  # in another number format, and in the memory of the first sums
         assert sent == [12, 20, 11] and [number for number, _ in added] == [0, 1, 2]
         sums.finish()
         sums.buffers(shapes[0], torch.empty(0, dtype=torch.float32))  # for partial sums that are added up on their row

@@ -386,7 +386,7 @@ def test_a_part_that_refers_to_its_block(reference):
     run_ranks(rank, 2)
 
 
-# ---------------------------------------------------------------------- hooks on the layers of an engine
+# ---------------------------------------------------------------------- hooks on an engine's layers
 
 def centred(x):
     return x - x.mean(-1, keepdim=True)
