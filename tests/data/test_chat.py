@@ -112,7 +112,7 @@ def test_a_template_may_mark_what_the_assistant_writes(tmp_path):
 @pytest.mark.parametrize("name", ["tokenizer.json", "generation_config.json", "chat_template.jinja"])
 @pytest.mark.parametrize("kind", ["link", "pipe"])
 def test_a_tokenizers_folder_has_its_own_files(tmp_path, name, kind):
-    """They are copied into the run's folder; what others have there is not."""
+    """Its files are copied into the run's folder; links and pipes in their place are refused."""
     folder = tokenizer_in(tmp_path / "tok")
     path = folder / name
     if path.exists():
@@ -130,7 +130,7 @@ def test_a_tokenizers_folder_has_its_own_files(tmp_path, name, kind):
 
 
 def test_a_configuration_of_very_many_objects_is_refused(tmp_path):
-    """Of which transformers would make copies: far more memory than the file's bytes."""
+    """transformers would copy the objects, which takes far more memory than the file's bytes."""
     folder = tokenizer_in(tmp_path / "tok")
     (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": CHATML, "more": [[]] * 50_000}))
     with pytest.raises(DataError) as refused:
@@ -169,7 +169,7 @@ def test_templates_that_cannot_be_used_are_named(tmp_path, monkeypatch):
 
 
 def test_of_several_templates_each_conversation_has_its_own(tmp_path):
-    """Marks, and keys that are read, are those of the template that is rendered."""
+    """The generation marks and the keys that are read are those of the template that is rendered."""
     both = [{"name": "default", "template": CHATML}, {"name": "tool_use", "template": MARKED + "{# tools, mood #}"}]
     tokenizer = ChatTokenizer(tokenizer_in(tmp_path / "tok", both))
     moody = [TALK[1], {**TALK[2], "mood": "good"}]
@@ -184,8 +184,8 @@ def test_of_several_templates_each_conversation_has_its_own(tmp_path):
         encode(only, TALK)
 
 
-# Templates that write earlier turns otherwise: without their thoughts; with an end of text behind the last turn; with a
-# prompt that begins a thought; with another end of the last turn.
+# Templates that write earlier turns differently: without their thoughts; with an end of text after the last turn; with
+# a prompt that begins a thought; with another end of the last turn.
 FORGETS_THOUGHTS = (
     "{% for message in messages %}{{ '<|' + message['role'] + '|>' }}{% if message['role'] == 'assistant' %}"
     "{% if loop.last %}{{ '(' + (message['thinking'] or '') + ')' }}{% endif %}{% endif %}"
@@ -214,7 +214,7 @@ TURNS = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b",
     (OTHER_END, [("<|user|>a<|end|><|assistant|>: b<s>", [": b<s>"]),
                  ("<|user|>a<|end|><|assistant|>: b<|end|><|user|>c<|end|><|assistant|>: d<s>", [": d<s>"])])])
 def test_a_template_that_writes_earlier_turns_otherwise_gives_a_sample_for_each_turn(tmp_path, template, samples):
-    """Each turn is learnt behind the very prompt that it is written for."""
+    """Each turn is learnt after exactly the prompt that it is written for."""
     template = template.replace("message['thinking'] or ''", "message['thinking'] if 'thinking' in message else ''")
     template += "{# thinking #}"
     tokenizer = ChatTokenizer(tokenizer_in(tmp_path / "tok", template))
@@ -345,7 +345,7 @@ def test_inputs_targets_and_lengths_of_conversations(tmp_path):
 
 
 def test_the_cache_is_of_the_tokenizers_special_tokens_too(tmp_path):
-    """A template may name them, and tokenizer_config.json alone says which they are."""
+    """A template may refer to special tokens, which only tokenizer_config.json defines."""
     run, found = run_of(tmp_path), []
     for end in ("<|end|>", "<|user|>"):
         settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": end,
@@ -353,7 +353,7 @@ def test_the_cache_is_of_the_tokenizers_special_tokens_too(tmp_path):
         (tmp_path / "tok" / "tokenizer_config.json").write_text(json.dumps(settings))
         data = prepare(run)
         found.append(data.tokenizer.decode(data.train.inputs(np.array([0]), np.zeros(1))[0].tolist()).count(end))
-    assert found == [4, 4 + 2]  # without the last one, and with the turns of the user
+    assert found == [4, 4 + 2]  # without the last end of turn; with the turns of the user
 
 
 @pytest.mark.slow

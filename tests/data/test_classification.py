@@ -1,4 +1,4 @@
-"""Sentences and their classes: files, splits, tokens, accuracy, and what is said of data that cannot be learnt from."""
+"""Sentences and their classes: files, splits, tokens, accuracy, and the errors for data that cannot be learnt from."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_samples_are_tokens_between_cls_and_sep_padded_to_the_sequence(tmp_path)
 
 
 def test_pairs_of_long_texts_are_cut_at_once():
-    """They have hundreds of millions of combinations of parts, each of which the package would make."""
+    """Long texts have hundreds of millions of combinations of parts, and the package would make each of them."""
     tokenizer, text = wordpiece.train(["a b"] * 9, 120), "a " * 50_000
     (one,), (short,) = (tokenizer.encode_samples([(text, text[:end])], 9) for end in (len(text), 2))
     a, cls, sep = tokenizer.encode_samples([("a", None)], 9)[0].ids[1], tokenizer.cls, tokenizer.sep
@@ -98,7 +98,7 @@ def test_pairs_of_long_texts_are_cut_at_once():
     (("good", "bad"), ("good", "bad"), [0, 1]), (("bad", "good"), ("bad", "good"), [1, 0]),
     (("x", "good", "bad"), ("x", "good", "bad"), [1, 2]), (("x", "y"), ("bad", "good"), [1, 0])])
 def test_classes_have_the_numbers_of_the_models_labels(tmp_path, labels, names, targets):
-    """id2label of a trained classifier decides them, where it has the data's classes."""
+    """id2label of a trained classifier decides the numbers if it has the data's classes."""
     folder = model_folder(tmp_path / "model", config={
         "vocab_size": 10, "architectures": ["BertForSequenceClassification"],
         "id2label": {str(number): name for number, name in enumerate(labels)}})
@@ -112,7 +112,7 @@ def test_classes_have_the_numbers_of_the_models_labels(tmp_path, labels, names, 
 
 
 def test_evaluated_data_may_lack_some_of_the_models_numbers(tmp_path):
-    """A model's labels are known, so that 2 is its third; a run that trains on 0 and 2 has two classes."""
+    """The model's labels are known, so 2 is its third class; a run that trains on 0 and 2 has two classes."""
     trained = Trained(settings={}, fill=print, origin=tmp_path, labels=("bad", "so-so", "good"))
     prepared = prepare(made(tmp_path, [("a", "2"), ("joy", "0")], eval_rows=[("a", "2")]))
     assert prepared.class_names == ("0", "2")

@@ -312,7 +312,7 @@ def test_a_file_of_json_lines_is_its_texts(tmp_path):
 
 
 def test_rows_as_an_array_or_compressed_are_texts(tmp_path):
-    """A JSON file without texts, as a program's settings are, stays one plain text."""
+    """A JSON file without texts, such as a program's settings, stays one plain text."""
     rows = [{"text": "first\nline"}, {"text": "second", "body": "other"}]
     lines, array = "\n".join(map(json.dumps, rows)), json.dumps(rows)
     for name, content in (("a.jsonl.gz", gzip.compress(lines.encode())), ("b.json", array.encode()),
@@ -323,7 +323,7 @@ def test_rows_as_an_array_or_compressed_are_texts(tmp_path):
     for content in ('{"name": "x"}', '[{"name": "x"}]', "[1]", "[", ""):
         (tmp_path / "e.json").write_text(content)
         assert [one.text for one in opened(tmp_path / "e.json", tmp_path).documents(99)] == [content][:bool(content)]
-    (tmp_path / "e.json").write_text('{"text": "x", "id": 1}\n')  # one of a folder with a file for each text
+    (tmp_path / "e.json").write_text('{"text": "x", "id": 1}\n')  # as in a folder with one file for each text
     assert [one.text for one in opened(tmp_path / "e.json", tmp_path).documents(99)] == ["x"]
     apart = "\n" + lines.replace("\n", "\n\n")
     for name, content in (("f.json", lines.encode()), ("g.json.gz", gzip.compress(lines.encode())),  # C4's, Dolma's
@@ -339,7 +339,7 @@ def test_rows_as_an_array_or_compressed_are_texts(tmp_path):
 
 
 def test_texts_that_gzip_has_compressed(tmp_path, monkeypatch):
-    """Each is a document like others, cut where they are; what else is compressed is left out, and said once."""
+    """Each is a document like any other, with the same limits; other compressed files are left out, with one note."""
     text, lines = "ä first\nsecond " * 9, []
     for name, content in (("a.txt.gz", text.encode()), ("b.md", b"plain"), ("c.tar.gz", b"\0" * 512)):
         (tmp_path / name).write_bytes(gzip.compress(content) if name.endswith(".gz") else content)
@@ -354,7 +354,7 @@ def test_texts_that_gzip_has_compressed(tmp_path, monkeypatch):
     with raises("gzip-too-long", tmp_path / "a.txt.gz", "--data.max-bytes"):
         list(one.documents(1000))
     monkeypatch.setattr(module, "_PIECE", 8)
-    with raises("corpus-without-text"):  # what is no text is known before it is unpacked
+    with raises("corpus-without-text"):  # files that are not text are recognised before they are unpacked
         list(open_corpus(str(tmp_path / "c.tar.gz"), tmp_path, print).documents(1000))
     assert [cut.text for cut in one.documents(8)] == ["ä first"]
     (tmp_path / "a.txt.gz").write_bytes(gzip.compress(text.encode())[:-12])
@@ -407,14 +407,14 @@ def test_all_of_a_users_text_is_read_and_a_limit_is_told(tmp_path, monkeypatch):
     assert "".join(parts) == text and "data.max-bytes" not in data.about
     assert list(warnings(resolve(run))) == []
     limited = replace(run, data=replace(run.data, max_bytes=5000))
-    for _ in range(2):  # from the cache, too
+    for _ in range(2):  # the second time from the cache
         assert "the first 5,000 bytes" in prepare(limited).about
     (warning,) = warnings(resolve(limited))
     errors.check(warning, "corpus-cut-short", f"{tmp_path}/mine.txt", "33,000", where="data.max-bytes", value=5000)
     rows = "".join(json.dumps({"text": f"{1000 + 97 * number} " * 20, "from": "elsewhere" * 9}) + "\n"
                    for number in range(70))
     (tmp_path / "mine.jsonl.gz").write_bytes(gzip.compress(rows.encode()))
-    for limit, is_cut in ((6999, True), (7000, False)):  # of text: neither the file's bytes nor those of its rows
+    for limit, is_cut in ((6999, True), (7000, False)):  # bytes of text, not of the file or of its rows
         one = replace(limited, data=replace(limited.data, corpus=str(tmp_path / "mine.jsonl.gz"), max_bytes=limit))
         assert ("bytes are read" in prepare(one).about) == is_cut and list(warnings(resolve(one))) == []
     named = replace(run, data=replace(run.data, corpus="python-stdlib"))
@@ -422,7 +422,7 @@ def test_all_of_a_users_text_is_read_and_a_limit_is_told(tmp_path, monkeypatch):
 
 
 def test_models_with_one_tokenizer_and_other_ends_have_their_own_separators(tmp_path):
-    """tokenizer.json of a model and of its chat version is often the same; tokenizer_config.json names the end."""
+    """A model and its chat version often have the same tokenizer.json; tokenizer_config.json names the end token."""
     (tmp_path / "mine.jsonl").write_text('{"text": "a"}\n' * 400)
     inner, found = published_tokenizer(), []
     for end in ("<|end_of_text|>", "<|begin_of_text|>"):
@@ -438,7 +438,8 @@ def test_models_with_one_tokenizer_and_other_ends_have_their_own_separators(tmp_
 
 
 def test_what_lies_beside_a_tokenizer_is_taken_from_its_folder_alone(tmp_path):
-    """It is written into the run's folder and into exports: not what a link of a fetched folder leads to."""
+    """The files are copied into the run's folder and into exports, so links that lead out of the folder are not
+    followed."""
     (tmp_path / "secret").write_text("{}")
     folder = tmp_path / "model"
     folder.mkdir()

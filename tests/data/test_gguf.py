@@ -77,7 +77,7 @@ def test_a_file_computes_what_its_model_computes(tmp_path, name):
 
 @pytest.mark.parametrize("kind", ["Q4_1", "Q8_0", "F16", "BF16"])
 def test_a_quantised_file_computes_what_transformers_reads_from_it(tmp_path, kind):
-    """transformers undoes quantisation and permutation in code of its own."""
+    """transformers undoes quantisation and permutation in its own code."""
     import gguf
 
     model = model_of()
@@ -92,7 +92,7 @@ def test_a_quantised_file_computes_what_transformers_reads_from_it(tmp_path, kin
 
 
 def test_transformers_reads_the_same_gemma(tmp_path):
-    """It subtracts the 1 of the norms, too."""
+    """transformers also subtracts the 1 of the norms."""
     folder = converted(tmp_path, model_of("gemma2"), kind=Q8)
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="model.gguf", dtype=torch.float32)
     ours, expected = loaded(folder).state_dict(), theirs.state_dict()
@@ -245,7 +245,7 @@ def test_a_damaged_file(tmp_path, damage):
 
 
 def test_an_array_without_end(tmp_path):
-    """The package would read on behind the end of the file until memory is full."""
+    """The package would read past the end of the file until memory is full."""
     path = write_gguf(tmp_path / "model.gguf", model_of())
     data = bytearray(path.read_bytes())
     length = data.index(b"tokenizer.ggml.merges") + len(b"tokenizer.ggml.merges") + 8

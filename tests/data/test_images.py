@@ -80,7 +80,7 @@ def write_package(path, parts):
 
 @pytest.fixture
 def package(tmp_path, monkeypatch):
-    """CIFAR-10 with few images, as its package has it."""
+    """CIFAR-10 with few images, in the form of its package."""
     parts, path = cifar_parts(10), tmp_path / "hand" / module.CIFAR10.filename
     path.parent.mkdir()
     digest = write_package(path, parts)
@@ -107,7 +107,7 @@ def test_cifar10_comes_from_its_package_unchanged(tmp_path, package):
 
 
 class Rows(list):
-    """What `datasets` gives: rows by number, and columns by name."""
+    """Stands for a dataset of `datasets`: rows by number, columns by name."""
 
     def __init__(self, rows, label, names):
         super().__init__(rows)
@@ -175,7 +175,7 @@ def test_a_folder_for_each_class_with_every_tenth_held_out(tmp_path):
     red = all_of(prepared.train)[:, 0].mean((1, 2)) * 0.229 + 0.485
     labels = prepared.train.targets(np.arange(22))
     small = (red - labels * 50 / 255).abs() < 0.01
-    assert small.sum() >= 21  # one is no such image
+    assert small.sum() >= 21  # the image in dog/deep has other colours
     again = prepare(run_of(tmp_path, folder), lines.append)
     assert again.fingerprint == prepared.fingerprint and torch.equal(all_of(again.eval), all_of(prepared.eval))
 
@@ -346,7 +346,7 @@ def test_pixels_are_normalised_and_alike_in_any_batch():
 
 @pytest.mark.parametrize("size", [8, 98])
 def test_resizing_is_as_pillow_does_it(size):
-    image = noise(32, 32, 3) // 2 + 64  # Pillow cuts off between both passes what is beyond black and white
+    image = noise(32, 32, 3) // 2 + 64  # Pillow clips to black and white between the two passes
     theirs = np.asarray(Image.fromarray(image).resize((size, size), Image.Resampling.BICUBIC))
     ours = (denormalised(pixels(image[None], size))[0].permute(1, 2, 0) * 255).numpy()
     assert np.abs(ours - theirs).max() < 1.5  # Pillow rounds twice
@@ -358,7 +358,7 @@ def denormalised(images):
 
 
 def crops_of(image):
-    """All that an augmentation may make of it."""
+    """Bytes of all images that an augmentation may make of `image`."""
     pad = image.shape[0] // 8
     padded = np.pad(image, ((pad, pad), (pad, pad), (0, 0)))
     for turned in (padded, padded[:, ::-1]):

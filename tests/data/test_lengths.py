@@ -79,7 +79,7 @@ def test_a_grouped_order_has_every_number_once_and_depends_on_the_seed(count, se
 
 @pytest.mark.parametrize(("count", "most"), [(1000, 0.04), (2500, 0.03)])
 def test_a_batch_has_whole_groups_in_every_epoch(count, most):
-    """Whatever the number of samples: else every batch after the first incomplete group would have parts of two groups,
+    """For any number of samples: otherwise every batch after the first incomplete group would have parts of two groups,
     and a fifth of the positions would be padding. Lengths are equally likely from 1 to 256."""
     lengths = np.random.default_rng(0).integers(1, 257, count)
     sampler, valid, positions, mixed = Sampler(count, 1, lengths=lengths), 0, 0, 0
@@ -88,7 +88,7 @@ def test_a_batch_has_whole_groups_in_every_epoch(count, most):
         valid, positions = valid + batch.sum(), positions + GROUP * batch.max()
         mixed += np.ptp(batch) > 24
     assert 1 - valid / positions < most
-    assert mixed <= 2, "at most where an epoch ends"
+    assert mixed <= 2, "only where an epoch ends"
 
 
 def test_groups_have_similar_lengths_and_random_places():
@@ -106,7 +106,7 @@ def test_groups_have_similar_lengths_and_random_places():
 
 @pytest.mark.parametrize("change_at", [None, 3])
 def test_every_sample_exactly_once_an_epoch_on_any_mesh_also_when_resumed(change_at):
-    """Data parallel 1, 2 and 3; after a few steps the run goes on with another number of replicas, and with another
+    """Data parallel 1, 2 and 3; after a few steps the run resumes with another number of replicas, and with another
     batch size."""
     order = Sampler(NUM, 5, lengths=Texts.sample_lengths).global_batch(0, 2 * NUM)
     assert sorted(order[:NUM]) == sorted(order[NUM:]) == list(range(NUM))

@@ -150,7 +150,7 @@ def test_documents_are_packed_without_a_token_lost_and_the_padding_is_told(tmp_p
 
 
 def test_a_packed_document_keeps_a_beginning_that_is_the_separator(tmp_path):
-    """As of tokenizers with one token for BOS and EOS."""
+    """Some tokenizers have one token for BOS and EOS."""
     inner = tokenizers.Tokenizer.from_str(train(["some words"], 260).text())
     inner.post_processor = tokenizers.processors.TemplateProcessing(
         single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", inner.token_to_id("<|endoftext|>"))])
@@ -181,7 +181,7 @@ def test_shares_of_padding():
     (64, {"task": "classification", "train": "sst2"}, "data.padding"),
     (64, {"task": "chat", "train": "quiz", "padding": "maximum"}, None), (64, {}, None), (32, {"packing": True}, None)])
 def test_dynamic_rotary_scaling_needs_samples_of_their_own_length(sequence, data, where):
-    """Its base depends on the length of the sequence above `rope_positions`."""
+    """The base of the rotary embeddings depends on the length of sequences above `rope_positions`."""
     run = Run(model=Transformer(family="llama", vocab=300, sequence=sequence, num_layers=2, hidden=16, heads=2,
                                 rope_scaling="dynamic", rope_factor=2.0, rope_positions=32), data=Data(**data))
     found = [problem for problem in rules.problems(resolve(run), num_blocks=None) if "dynamic" in problem.what]

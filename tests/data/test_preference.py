@@ -1,4 +1,4 @@
-"""Pairs of answers: what rows may be, what is learnt of them, what is left out, and what is refused."""
+"""Pairs of answers: which rows are accepted, what is learnt from them, what is left out, and what is refused."""
 
 import json
 from dataclasses import replace
@@ -28,7 +28,7 @@ USER, RIGHT, WRONG = ({"role": role, "content": text} for role, text in (
 OTHERWISE = ("{% for one in messages %}{{ one.role + ':' }}"
              "{{ one.content if loop.last or one.role == 'user' else '...' }}{{ '\\n' }}{% endfor %}"
              "{% if add_generation_prompt %}{{ 'assistant:' }}{% endif %}")
-"""A template that writes earlier turns of the assistant otherwise."""
+"""A template that writes earlier turns of the assistant differently."""
 SYSTEM, EARLIER = {"role": "system", "content": "Count."}, {"role": "assistant", "content": "Yes?"}
 
 
@@ -95,7 +95,7 @@ def test_margins_that_are_no_numbers_are_refused(value):
 
 @pytest.mark.parametrize("task", ["preference", "reward"])
 def test_margins_are_of_the_task_reward(tmp_path, task):
-    """As TRL: its DPOTrainer does not read them."""
+    """As in TRL, whose DPOTrainer does not read them."""
     rows = [row | {"margin": number / 4} for number, row in enumerate(rows_of(12))]
     run = run_of(tmp_path, rows, eval=str(tmp_path / "pairs.jsonl"), task=task)
     data = prepare(run)

@@ -1,4 +1,4 @@
-"""Pretrained models by name: folders that are made once out of packages, and ONNX files as folders."""
+"""Pretrained models by name: folders that are made once from packages, and ONNX files as folders."""
 
 from __future__ import annotations
 
@@ -54,7 +54,8 @@ def model_proto(tensors=(), nodes=()):
 
 
 def exported(model):
-    """transformers' DINOv2 as torch's exporter writes it: products' weights without names, transposed."""
+    """transformers' DINOv2 as torch's exporter writes it: weights of matrix products are transposed and have no
+    names."""
     tensors, nodes, count = [], [], 0
     with tempfile.TemporaryDirectory() as folder:
         values = load_file(saved(model, Path(folder)) / "model.safetensors")  # in memory it may have other names
@@ -79,7 +80,7 @@ def exported(model):
 
 
 def features(found, images):
-    """What the last norm of our ViT gives."""
+    """Output of the last norm of our ViT."""
     config = replace(found.config, image_size=images.shape[-1])
     state = images
     for name, build in families.family_named("vit").model(config, "classes", dtype=torch.float32).blocks.items():
@@ -169,7 +170,8 @@ def wheel(files):
 
 @pytest.fixture
 def packaged(monkeypatch):
-    """Makes a package of these files the one that a name stands for; returns the command that fetches it."""
+    """Returns a function that makes a package of some files, lets a name stand for it, and returns the command to fetch
+    it."""
     def package(which, files):
         content = wheel(files)
         monkeypatch.setattr(pretrained_models, which, Package(

@@ -29,7 +29,7 @@ TOKENIZER = WordPiece([*SPECIAL, *WORDS, "who", "?"])
 
 
 def asked(question, context, *answers):
-    """A question in SQuAD's form, its answers being looked up in the context."""
+    """A question in SQuAD's form, with the places of its answers in the context."""
     return context, {"question": question, "id": "x", "answers": [
         {"text": answer, "answer_start": context.index(answer)} for answer in answers]}
 
@@ -55,7 +55,7 @@ def refused(run, code, *facts):
 
 
 def many(count, words=20):
-    """Questions about a text each; all answers differ."""
+    """Questions, each about its own text; all answers differ."""
     return [asked(f"who {WORDS[number % 40]}?", f"Text {number}: " + " ".join(
         WORDS[(number + place) % 40] for place in range(words)), WORDS[(number + min(3, words - 1)) % 40])
             for number in range(count)]
@@ -195,7 +195,7 @@ def test_scoring_over_windows_and_ranks(tmp_path, ranks):
             samples = torch.arange(len(prepared.eval))[number::ranks]
             part = {name: target[samples] for name, target in targets.items()}
             scoring.add(scores[samples], part, samples)
-            # a sample that fills up has no target, and does not count
+            # a padding sample has no target, and does not count
             scoring.add(scores[:1] + 100, {name: torch.full((1,), IGNORED) for name in targets}, torch.tensor([0]))
         parts = [json.loads(json.dumps(scoring.part())) for scoring in scorings]
         total = scorings[-1].total(parts)
@@ -210,7 +210,7 @@ def test_the_best_of_a_questions_windows_answers(tmp_path):
     scores = torch.full((len(data), 12, 2), -5.0)
     scores[1, 9, 0], scores[1, 10, 1] = 1.0, 1.0  # the right answer
     scores[3, 5, 0], scores[3, 6, 1] = 1.0, 0.5  # w13 w14, with less
-    scores[4, 2, 0], scores[4, 3, 1] = 90.0, 90.0  # in the question, where nothing is looked for
+    scores[4, 2, 0], scores[4, 3, 1] = 90.0, 90.0  # in the question, which is not searched
     targets = data.targets(np.arange(len(data)))
     scoring = prepared.scoring()
     scoring.add({"logits": scores}, targets, torch.arange(len(data)))
@@ -291,7 +291,7 @@ QAS = ("data", 0, "paragraphs", 1, "qas")
 ANSWER = (*QAS, 0, "answers", 0)
 CONTEXT = GOOD["data"][0]["paragraphs"][1]["context"]
 NEGATIVE = CONTEXT.index("w4") - len(CONTEXT)
-"""Python would count it from the end."""
+"""A negative index, which Python would count from the end."""
 
 
 @pytest.mark.parametrize(("data", "error"), [

@@ -1,4 +1,4 @@
-"""The forms and files in which people have conversations: recognised by their columns, and otherwise named."""
+"""Common forms and files of conversations: recognised by their columns; an error names any other form."""
 
 import gzip
 import json
@@ -73,7 +73,7 @@ def test_answers_in_a_prompt_are_not_learnt(tmp_path):
 
 
 def test_calls_of_functions(tmp_path):
-    """OpenAI's arguments are text, and templates write objects; ShareGPT's calls are text, too."""
+    """OpenAI's arguments are text, and templates write objects; ShareGPT's calls are also text."""
     call = {"type": "function", "function": {**CALL, "arguments": json.dumps(CALL["arguments"])}}
     tool = {"role": "tool", "content": "Sunny."}
     openai = written(tmp_path / "openai.jsonl", {"messages": [USER, {"role": "assistant", "content": None,
@@ -88,7 +88,7 @@ def test_calls_of_functions(tmp_path):
 
 
 def test_keys_that_arrow_adds_are_no_part_of_calls_and_tools(tmp_path):
-    """Its objects have the keys of all rows, with null for those that are missing, which a template would write."""
+    """Arrow's objects have the keys of all rows, with null for missing values, which a template would write."""
     pyarrow = pytest.importorskip("pyarrow")
     calls = [CALL, {"name": "add", "arguments": {"a": 1}}]
     tools = [{"name": call["name"], "parameters": {key: {"type": "any"} for key in call["arguments"]}}

@@ -52,7 +52,7 @@ def test_order_looks_random():
 
 @pytest.mark.parametrize("has_lengths", [False, True])
 def test_an_order_is_made_in_twice_its_memory(has_lengths):
-    """Of a large corpus it is the largest allocation on the host, on each rank; in later epochs, too."""
+    """The order of a large corpus is the largest allocation on the host of each rank, in later epochs, too."""
     count, tracker = 500_000, MemoryTracker()
     sampler = Sampler(count, 0, lengths=np.ones(count, dtype=np.int64) if has_lengths else None)
     tracemalloc.start()
@@ -127,7 +127,7 @@ def test_replicas_take_the_same_global_batch_whatever_their_number(tokens, num_r
 @pytest.mark.parametrize("num_rows", [2, 3, 4])
 @pytest.mark.parametrize("microbatch_size", [4, 12])
 def test_rows_share_every_microbatch(tokens, num_rows, microbatch_size):
-    """What they have together is the microbatch, filled up with samples that have no target."""
+    """Together the rows have the microbatch, padded with samples that have no target."""
     whole = loader(tokens, microbatch_size=microbatch_size).microbatches(6)
     rows = [loader(tokens, microbatch_size=microbatch_size, part=row, num_parts=num_rows).microbatches(6)
             for row in range(num_rows)]
@@ -162,7 +162,8 @@ def test_more_replicas_than_samples_leave_some_without(tokens):
 @examples(24)
 @given(st.lists(st.integers(0, 200), max_size=40, unique=True), st.lists(st.integers(0, 2), min_size=1, max_size=6))
 def test_samples_come_home(samples, nodes):
-    """The set stays, shares are as large as ever, and no replica has a stranger while its own sample is elsewhere."""
+    """The set of samples and the sizes of shares stay, and no replica has a foreign sample while its own is
+    elsewhere."""
     samples = np.array(samples, dtype=np.int64)
     order = order_by_node(samples, nodes)
     assert sorted(order) == list(range(len(samples)))

@@ -77,7 +77,7 @@ def test_training_by_a_shuffled_loader(mesh, pipeline):
 
 
 def of_row(mesh, batch, rank):
-    """What a rank has of each microbatch of 3 of its replica's share."""
+    """Samples that a rank has of each microbatch of 3 in its replica's share."""
     at = mesh.coordinates(rank)
     mine = batch[len(batch) * at.data // mesh.data:len(batch) * (at.data + 1) // mesh.data]
     whole = [mine[start:start + 3] for start in range(0, len(mine), 3)]
@@ -86,7 +86,7 @@ def of_row(mesh, batch, rank):
 
 @pytest.mark.parametrize("mesh", [Mesh(row=2), Mesh(data=2, row=2, col=2), Mesh(pipe=3, row=3)], ids=str)
 def test_rows_have_parts_of_each_microbatch(mesh):
-    """Of 13 samples in batches of 5: some rows have none of a microbatch, or of a batch."""
+    """With 13 samples in batches of 5, some rows have no sample of a microbatch, or of a batch."""
     def rank(world):
         loader = ranvier.shard_loader(DataLoader(DATA, batch_size=5), world, microbatch_size=3, mesh=mesh)
         return list(loader)
@@ -152,7 +152,7 @@ class Endless(Sampler):
 
 
 class WithoutLength(Dataset):
-    """Of a class whose objects mostly have one."""
+    """A dataset whose __len__ raises."""
 
     def __getitem__(self, number):
         return DATA[number]
@@ -165,7 +165,7 @@ class WithoutLength(Dataset):
     lambda: DataLoader(DATA, batch_sampler=([number % 13, (number + 1) % 13] for number in count())),
     lambda: DataLoader(WithoutLength(), sampler=Endless(), batch_size=2)])
 def test_an_endless_sampler(monkeypatch, loader):
-    """Batches are drawn and sent some at a time; a loop may end anywhere, on all ranks alike."""
+    """Batches are drawn and sent a few at a time; a loop may end anywhere, at the same place on all ranks."""
     monkeypatch.setattr(shard_loader, "_BATCHES_AT_ONCE", 3)
 
     def rank(world):
@@ -180,7 +180,7 @@ def test_an_epoch_of_several_pieces(monkeypatch, size):
     monkeypatch.setattr(shard_loader, "_BATCHES_AT_ONCE", 3)
 
     def rank(world):
-        loader = DataLoader(DATA, sampler=torch.arange(size))  # of tensors, with which torch indexes, too
+        loader = DataLoader(DATA, sampler=torch.arange(size))  # yields tensors, with which torch can index, too
         return [[one.samples.item() for batch in batches for one in batch] for batches in [
             ranvier.shard_loader(loader, world, microbatch_size=1)] * 2]
 
@@ -188,7 +188,7 @@ def test_an_epoch_of_several_pieces(monkeypatch, size):
 
 
 class WithPlace(Sampler):
-    """Goes on where it was, as a checkpoint's objects do."""
+    """Resumes where it was, as a checkpoint's objects do."""
 
     def __init__(self, place=0):
         self.place = place
@@ -244,7 +244,7 @@ def test_what_it_cannot_share_is_refused(loader, options, code, value):
 
 
 def of_each_rank(kind, rank):
-    """The data of two ranks, the same but for what the rank is given."""
+    """Data that differs between two ranks, each of which loads its own."""
     datasets = pytest.importorskip("datasets") if kind != "tensors" else None
     if datasets is None:
         return TensorDataset(*(one[rank:] for one in DATA.tensors))

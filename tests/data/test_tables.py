@@ -1,4 +1,4 @@
-"""Tables by name: their columns, their rows, and what is said of those that are missing or damaged."""
+"""Tables by name: their columns, their rows, and the errors for those that are missing or damaged."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_the_only_column_of_text_needs_no_setting(tmp_path, ending):
 
 
 def test_a_small_array_takes_little_memory(tmp_path):
-    """`read(n)` of a file of text allocates n bytes, whatever the file has; a folder may have many."""
+    """`read(n)` of a text file allocates n bytes, whatever its size; a folder may have many such files."""
     (tmp_path / "a.json").write_text('[{"text": "a"}]')
     tracemalloc.start()
     try:
@@ -133,7 +133,7 @@ def test_a_missing_package_is_named(tmp_path, monkeypatch):
                        (Data(corpus="wikitext-2"), "corpus-needs-datasets"),
                        (Data(task="classification", train="some/set"), "table-package-missing")):
         assert code in {problem.code for problem in problems(Run(data=data))}
-        report = check.check(Run(data=data))  # a run elsewhere may have it
+        report = check.check(Run(data=data))  # a run on another machine may have the package
         assert code in {warning.code for warning in report.warnings} - {problem.code for problem in report.problems}
 
 
@@ -222,7 +222,7 @@ def test_columns_of_tab_separated_files_have_names_too(tmp_path):
 
 
 class Split(list):
-    """What the package `datasets` gives, as far as it is asked for."""
+    """Stands for a split of the package `datasets`."""
 
     column_names = ["text", "label"]  # noqa: RUF012
     features = {"label": types.SimpleNamespace(names=["bad", "good"])}  # noqa: RUF012

@@ -1,4 +1,4 @@
-"""A chat template is code of a stranger: it ends within limits of time and size, with an error that names its file."""
+"""A chat template is foreign code: it ends within limits of time and size, with an error that names its file."""
 
 import os
 import resource
@@ -21,7 +21,7 @@ ASKED = Conversation(messages=[{"role": "user", "content": "assistant"}], place=
 
 @pytest.fixture(autouse=True)
 def short(monkeypatch):
-    """The start of the process does not count, and these templates need milliseconds."""
+    """A short limit: the start of the process does not count, and these templates need milliseconds."""
     monkeypatch.setattr(template_process, "SECONDS", 0.3)
 
 
@@ -33,7 +33,7 @@ def over_the_limit(**options):
     [("chat_template.jinja", True), ("tokenizer_config.json", False), ("--data.chat-template", False)],
     ["tokenizer_config.json", "chat_template.jinja", "--data.chat-template"], [True, False]))
 def test_a_template_that_loops_is_ended_and_its_file_named(tmp_path, monkeypatch, file, runs):
-    """runs: the loop, in a process that is then another one; one use of one place of a template is enough for that."""
+    """runs: the template really loops, so its process is replaced; one use of one kind of file is enough for that."""
     if not runs:
         monkeypatch.setattr(template_renderer, "render", over_the_limit)
     folder = tokenizer_in(tmp_path / "model", LOOPS if file == "tokenizer_config.json" else "{{ messages }}")
@@ -43,7 +43,7 @@ def test_a_template_that_loops_is_ended_and_its_file_named(tmp_path, monkeypatch
     elif file.startswith("--"):
         (place := tmp_path / "own.jinja").write_text(LOOPS)
     tokenizer = ChatTokenizer(folder, place if file.startswith("--") else None)
-    ends = file == "chat_template.jinja"  # a template of other conversations would be passed over there
+    ends = file == "chat_template.jinja"  # ends_of_turns() would skip a template of other conversations
     for use in (tokenizer.prompt, *([lambda _: tokenizer.ends_of_turns()] if ends else [])):
         with raises("chat-template-fails", "0.3 s", where=str(place)) as found:
             use(ASKED)
@@ -61,7 +61,7 @@ def test_a_template_that_builds_giants_is_ended(monkeypatch, template, says):
     monkeypatch.setattr(template_process, "SECONDS", 5.0)
     with pytest.raises(TemplateLimitError, match=says):
         render(messages=[], template=template)
-    assert render(messages=[], template="{{ 1 + 1 }}").text == "2", "another process takes its place"
+    assert render(messages=[], template="{{ 1 + 1 }}").text == "2", "another process replaces the ended one"
 
 
 def test_a_template_that_is_longer_than_any(tmp_path, monkeypatch):

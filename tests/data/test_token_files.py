@@ -1,4 +1,4 @@
-"""Token files: written whole, checked when opened, and prepared once however many processes ask."""
+"""Token files: written completely or not at all, checked when opened, and prepared once for any number of processes."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def test_a_file_that_is_cut_while_it_is_open_is_named(tmp_path):
 
 
 def test_a_large_file_is_not_read_when_it_is_opened(tmp_path, monkeypatch):
-    """But no number outside the vocabulary is given out."""
+    """But reading a number outside the vocabulary is an error."""
     monkeypatch.setattr("ranvier.data.arrays.MOST_READ_BYTES", 39)
     write(tmp_path / "train", np.arange(20))
     damage_number(tmp_path / "train")
@@ -205,7 +205,7 @@ def test_processes_that_ask_at_once_share_one_preparation(tmp_path):
 
 @pytest.mark.parametrize("has_locks", [True, False])
 def test_what_a_killed_writer_has_left_is_removed(tmp_path, monkeypatch, has_locks):
-    """Unless others may be at it, where the file system has no locks."""
+    """Unless the file system has no locks, so that another process may still be writing it."""
     left = tmp_path / "train" / f".input.npy.{'0a' * 6}"
     left.parent.mkdir()
     left.write_bytes(b"0")
@@ -241,7 +241,8 @@ def test_a_waiting_process_says_so(tmp_path):
 
 @pytest.mark.parametrize("own", [True, False])
 def test_a_wait_is_told_only_for_a_stranger(tmp_path, own):
-    """The ranks of a run wait for the one of them that prepares, and that is nobody's business."""
+    """The ranks of a run wait silently for the rank that prepares the data; only a wait for another process is
+    logged."""
     program = ("import sys\nfrom pathlib import Path\nfrom ranvier.data.cache import one_writer, process_name\n"
                "with one_writer(Path(sys.argv[1]), print):\n    print(process_name(), flush=True)\n    input()\n")
     holder = subprocess.Popen([sys.executable, "-c", program, str(tmp_path / "train")], stdin=subprocess.PIPE,
@@ -250,7 +251,7 @@ def test_a_wait_is_told_only_for_a_stranger(tmp_path, own):
 
     def is_own(process):
         asked.append(process)
-        holder.stdin.close()  # its end of input is an error, and with it the lock is gone
+        holder.stdin.close()  # the end of input raises an error in the holder, which releases the lock
         return own
 
     with one_writer(tmp_path / "train", PreparationProgress(tell=lines.append, is_own=is_own)):

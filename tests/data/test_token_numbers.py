@@ -16,7 +16,7 @@ WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "a", "b", "##c", "good", "bad", "da
 
 @pytest.fixture(params=["lm", "classification"])
 def run(request, tmp_path):
-    """A run that starts from a folder with a tokenizer; what reads its data is not the matter here."""
+    """A run that starts from a folder with a tokenizer. Its data is not read here."""
     folder = tmp_path / "model"
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps({"vocab_size": 300}))
@@ -61,7 +61,7 @@ def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(run, tmp_path):
 
 def test_a_pretrained_model_without_a_tokenizer_gets_no_new_one(run, tmp_path):
     (tmp_path / "model" / "tokenizer.json").unlink()
-    assert problems(run) == [], "without weights either, the folder is of sizes alone"
+    assert problems(run) == [], "without weights, too, the folder gives only sizes"
     (tmp_path / "model" / "model.safetensors").write_text("")
     found, = problems(run)
     if run.data.task == "lm":

@@ -1,4 +1,4 @@
-"""Byte-level BPE: any text comes back, training repeats, and damage is named."""
+"""Byte-level BPE: any text comes back, training is reproducible, and errors name damage."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def small() -> Tokenizer:
 
 @pytest.fixture(scope="module")
 def slashes() -> Tokenizer:
-    """Of GPT-4o's words, of which a line end and slashes may end those of punctuation."""
+    """A tokenizer with GPT-4o's word pattern, in which words of punctuation may end with line ends and slashes."""
     inner = tokenizers.Tokenizer(tokenizers.models.BPE())
     words = tokenizers.Regex(
         r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+")
@@ -129,9 +129,9 @@ def test_only_vocabulary_and_merges_are_taken_from_a_file(small, tmp_path):
         {"id": 299, "content": "orm", "special": False, "single_word": False, "lstrip": False, "rstrip": False,
          "normalized": False}]}])
 def test_settings_beside_the_merges_count_as_published(small, tmp_path, change):
-    """`ignore_merges` takes a word of the vocabulary as it is; without a regular expression merges pass line ends."""
+    """`ignore_merges` takes a word of the vocabulary as it is; without a regular expression merges cross line ends."""
     document = json.loads(small.text())
-    for token in ("orm", "\u010adef"):  # of which no merge is made
+    for token in ("orm", "\u010adef"):  # which no merge makes
         document["model"]["vocab"][token] = len(document["model"]["vocab"])
     document["model"]["merges"].append(["\u010a", "def"])
     for name, values in change.items():
@@ -181,7 +181,7 @@ def test_a_tokenizer_without_the_separator_is_refused(tmp_path, small):
 
 
 def test_another_separator_of_a_plain_byte_level_bpe_is_taken(small, tmp_path):
-    """Also without a post-processor, as the library makes one."""
+    """Also without a post-processor, as in a tokenizer that the library makes."""
     small.save(tmp_path / "tokenizer.json")
     document = json.loads((tmp_path / "tokenizer.json").read_text().replace(END_OF_TEXT, "</s>"))
     (tmp_path / "tokenizer.json").write_text(json.dumps(document | {"post_processor": None}))
@@ -244,7 +244,7 @@ def test_words_are_cut_for_training_and_nothing_is_lost(runs):
 
 
 def test_one_word_of_a_whole_file_is_trained_on_and_told():
-    """DNA: without cuts the trainer takes the square of the length."""
+    """DNA: without cuts the trainer's time grows with the square of the length."""
     dna = "".join(random.Random(0).choices("ACGT", k=400_000))
     lines = []
     tokenizer = train([dna, "a few words " * 50], 400, lines.append)
@@ -263,7 +263,7 @@ def test_words_that_wordpiece_never_splits_are_left_out_of_its_training():
 
 @pytest.mark.parametrize("change", ["deleted", "doubled"])
 def test_a_token_whose_number_another_one_has_is_refused(tmp_path, change):
-    """The library would give an added token the number of another word, which texts would then be decoded to."""
+    """The library would give an added token the number of another word, and texts would be decoded to that word."""
     module.train(["the arrow flies\n"] * 40, 280).save(tmp_path / "tokenizer.json")
     document = json.loads((tmp_path / "tokenizer.json").read_text())
     vocab = document["model"]["vocab"]
@@ -271,7 +271,7 @@ def test_a_token_whose_number_another_one_has_is_refused(tmp_path, change):
         del vocab["<|endoftext|>"]
     else:
         vocab["!"] = vocab["#"]
-        document["normalizer"] = {"type": "NFC"}  # what is not plain is read as published
+        document["normalizer"] = {"type": "NFC"}  # makes the document not plain, so it is read as published
     (tmp_path / "tokenizer.json").write_text(json.dumps(document))
     with pytest.raises(DataError) as refused:
         module.load(tmp_path / "tokenizer.json")

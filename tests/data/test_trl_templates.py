@@ -1,7 +1,8 @@
-"""What is learnt of chats of several turns, against TRL's training templates (tests/data/trl_templates/README.md).
+"""What is learnt from chats of several turns, compared with TRL's training templates
+(tests/data/trl_templates/README.md).
 
 TRL's variant of a template keeps a conversation in one sample, and marks what the assistant writes; with some of them
-the prompt for an answer counts, too. The model's own template gives what the model writes behind that prompt.
+the prompt for an answer counts, too. The model's own template gives what the model writes after that prompt.
 """
 
 from __future__ import annotations
@@ -25,9 +26,9 @@ TOKENS = {
     "gptoss": ("<|return|>", "<|start|>", "<|end|>", "<|message|>", "<|channel|>")}
 """Name of a template -> the special tokens of its model, the end of a text first."""
 PROMPT_COUNTS = {"deepseekv3": "<\uff5cAssistant\uff5c>", "gptoss": "<|start|>assistant"}
-"""What of the prompt for an answer TRL counts among the assistant's tokens."""
+"""The part of the prompt for an answer that TRL counts among the assistant's tokens."""
 EARLIER_END = {"phi3": ("<|end|>\n<|endoftext|>", "<|end|>\n"), "gptoss": ("<|return|>", "<|end|>")}
-"""The end of a turn where the model writes it last, and TRL's end of an earlier turn."""
+"""The end of a turn when it is the last one, and TRL's end of an earlier turn."""
 TALK = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello?"},
         {"role": "assistant", "content": "Hi, you."}, {"role": "user", "content": "And now?"},
         {"role": "assistant", "content": "B\u00fce \U0001f600."}, {"role": "user", "content": "\u2026"},
@@ -93,7 +94,7 @@ def test_the_models_own_template_teaches_what_it_writes_behind_its_prompt(tmp_pa
             assert one.endswith(last)
             one = one.removesuffix(last) + earlier
         assert PROMPT_COUNTS.get(name, "") + one == other
-    if name == "deepseekv3":  # writes earlier turns as the last one; its prompt begins a thought that no turn has
+    if name == "deepseekv3":  # writes earlier turns like the last one; its prompt begins a thought that no turn has
         assert len(samples) == 1
         return
     turns = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
