@@ -37,7 +37,7 @@ class Browser:
         os.close(self._out)
 
     def open(self, uri, *, width, is_phone=False, is_dark=False, is_printed=False):
-        """Load a page and draw it twice."""
+        """Load a page and wait until it is drawn twice."""
         self._call("Emulation.setEmulatedMedia", media="print" if is_printed else "", features=[
             {"name": "prefers-color-scheme", "value": "dark" if is_dark else "light"}])
         self._call("Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1, mobile=is_phone)
@@ -57,18 +57,18 @@ class Browser:
             self._events.append(self._read())
 
     def value(self, expression):
-        """Of a JavaScript expression."""
+        """Value of a JavaScript expression."""
         found = self._call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
         assert "exceptionDetails" not in found, found
         return found["result"].get("value")
 
     def move_pointer(self, x, y, *, wheel=None):
-        """Move the pointer, or turn its wheel by so many pixels."""
+        """Move the pointer; wheel: turn its wheel by this many pixels instead."""
         more = {"type": "mouseMoved"} if wheel is None else {"type": "mouseWheel", "deltaX": 0, "deltaY": wheel}
         self._call("Input.dispatchMouseEvent", x=x, y=y, **more)
 
     def errors(self):
-        """What the page has thrown or logged since it was opened."""
+        """Errors that the page has thrown or logged since it was opened."""
         return [event for event in self._events
                 if event["method"] in ("Runtime.exceptionThrown", "Runtime.consoleAPICalled", "Log.entryAdded")]
 

@@ -1,4 +1,4 @@
-"""The kernel of attention: measured, agreed on by all ranks, preferred, told. On a device that is not there."""
+"""The attention kernel: measured, agreed on by all ranks, preferred, reported. On a fake device."""
 
 import json
 
@@ -25,7 +25,7 @@ def run_of(kernel="auto", **changed):
 
 
 def chosen(seconds, monkeypatch, kernel="auto"):
-    """What ranks choose that have measured these seconds; each must come to the same."""
+    """Choice of ranks that have measured these seconds; all ranks must make the same one."""
     monkeypatch.setattr(attention_kernel, "kernel_seconds", lambda run, device: seconds[device.index])
 
     def rank(world):
@@ -58,7 +58,7 @@ def test_a_device_measures_the_kernels_that_it_has():
         assert cuda.calls["synchronize", 1] and not cuda.calls["synchronize", 0]
         used = torch.cuda.max_memory_allocated(DEVICE)
         choose_kernel(run_of(), InProcessWorld(1).backend(0).group("all", [(0,)]), DEVICE)
-        assert torch.cuda.max_memory_allocated(DEVICE) == 0 < used  # which is none of the run's
+        assert torch.cuda.max_memory_allocated(DEVICE) == 0 < used  # not counted as the run's
     assert {"flash"} <= set(found) <= set(KERNELS) and all(seconds > 0 for seconds in found.values())
     assert kernel_seconds(run_of(family="somewhere:model"), DEVICE) == {}
 

@@ -1,4 +1,5 @@
-"""The best checkpoint and early stopping: what is kept and marked, who can use it, and a resumed run that counts on."""
+"""The best checkpoint and early stopping: what is kept and marked, what can use it, and a resumed run that continues
+the count."""
 
 import io
 import json
@@ -62,7 +63,7 @@ def settings(tmp_path):
 
 
 def scripted(monkeypatch, losses):
-    """Evaluations after step 1, 2, ... say these losses, on each rank a little different ones."""
+    """Evaluations after step 1, 2, ... return these losses, slightly different on each rank."""
     real = step_of_run.evaluate
 
     def evaluate(runtime, data, step):
@@ -110,7 +111,7 @@ def test_a_better_one_replaces_the_best(settings, tmp_path, monkeypatch):
     scripted(monkeypatch, [3.0, 2.0, 2.5, 1.0, 1.5, 1.6])
     assert run_command(["train", *settings, "--checkpoint.every", "3", "--run-dir", str(run), "--checkpoint.best",
                         "eval_loss", "--train.steps", "6"]) == 0
-    assert checkpoints(run / "checkpoint") == ["step-4", "step-6"], "one that was due for nothing else, too"
+    assert checkpoints(run / "checkpoint") == ["step-4", "step-6"], "step 4 is saved only because it is the best"
     assert (run / "checkpoint" / "best").resolve().name == "step-4"
 
 

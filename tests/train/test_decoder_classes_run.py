@@ -1,4 +1,5 @@
-"""Classifiers on decoders: from rows of text and label to a folder that transformers loads, and on from there."""
+"""Classifiers on decoders: from rows of text and label to a folder that transformers loads, and training from that
+folder."""
 
 from __future__ import annotations
 
@@ -32,7 +33,7 @@ from tests.train.test_reward_run import SIZES, whole_tokenizer_in
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("jinja2")
 NAMES = ("neutral", "good", "bad")
-"""By number; not in the order of the alphabet."""
+"""By number; not in alphabetical order."""
 
 
 def rows_of(count, labels=NAMES):
@@ -74,7 +75,7 @@ def classes_run(folder, run_dir, model, *, rows="rows.jsonl", **changed):
 
 
 def logits_of(folder):
-    """Logits of all rows by transformers: each alone, and all padded; and its names of classes."""
+    """Logits of all rows by transformers, the same for single rows and a padded batch; and its names of classes."""
     model = transformers.AutoModelForSequenceClassification.from_pretrained(folder).double()
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     texts = [row["text"] for row in rows_of(40)]
@@ -155,7 +156,7 @@ def theirs(base, tmp_path_factory):
 
 @pytest.mark.parametrize("labels", [NAMES, pytest.param((0, 1, 2), marks=pytest.mark.slow)], ids=["names", "numbers"])
 def test_a_classifier_keeps_the_numbers_of_its_classes(theirs, tmp_path, capsys, labels):
-    """Names of the folder stand for their numbers there, also where the data has them in another order."""
+    """The names of classes keep their numbers of the folder, also if the data has them in another order."""
     written(tmp_path / "rows.jsonl", rows_of(40, labels))
     logits, names = logits_of(theirs)
     run = classes_run(tmp_path, tmp_path / "run", theirs, train=Train(steps=1, learning_rate=1e-30, sample_tokens=0))
@@ -173,7 +174,7 @@ def test_a_classifier_keeps_the_numbers_of_its_classes(theirs, tmp_path, capsys,
 
 
 def test_an_imported_classifier_keeps_the_numbers_of_its_classes(theirs, tmp_path, capsys):
-    """In training from its checkpoint, also on rows of some classes, and when that run goes on."""
+    """In training from its checkpoint, and when that run resumes on rows that lack a class."""
     rows, run = tmp_path / "rows.jsonl", tmp_path / "run"
     assert run_command(["import", str(theirs), str(tmp_path / "in")]) == 0
     for steps, labels, resume in ((1, NAMES, tmp_path / "in"), (2, ("neutral", "bad", "bad"), "auto")):

@@ -1,4 +1,4 @@
-"""Figures of a CUDA device: its peak, its memory beside tensors, pinned memory, deterministic algorithms."""
+"""Figures of a CUDA device: its peak, its memory apart from tensors, pinned memory, deterministic algorithms."""
 
 from types import SimpleNamespace
 
@@ -40,7 +40,7 @@ def test_published_peaks_by_name(name, precision, peak):
 
 
 def test_products_are_measured_on_data_that_varies(monkeypatch):
-    """And on the device that is asked for, without touching the run's random numbers."""
+    """The measurement uses the given device, and leaves the run's random numbers as they are."""
     seen, multiply = [], torch.mm
 
     def mm(a, b, out=None):
@@ -69,7 +69,7 @@ def test_utilisation_is_of_the_published_peak_where_there_is_one(monkeypatch):
     group = InProcessWorld(1).backend(0).group("all", [[0]])
     with FakeCuda(devices=2):
         found = peak_rate(group, DEVICE, "bf16")
-        assert torch.cuda.max_memory_allocated(DEVICE) == 0  # what was only measured is none of the run's
+        assert torch.cuda.max_memory_allocated(DEVICE) == 0  # memory of the measurement does not count as the run's
         assert found.reference == 989.4e12 and found.facts()["model_flops_utilisation_of"] == "published peak"
     with FakeCuda(devices=2, name="Unknown"):
         assert peak_rate(group, DEVICE, "bf16") == PeakRate(700e12, None)
@@ -106,7 +106,7 @@ class Runtime:
 
 
 def test_large_pinned_tensors_are_registered_at_their_own_size(monkeypatch):
-    """And given back when the last view of them is gone."""
+    """And unregistered when their last view is gone."""
     monkeypatch.setattr(pinned_memory, "GRANULE", 1 << 10)
     runtime = Runtime()
     with FakeCuda():
@@ -121,7 +121,8 @@ def test_large_pinned_tensors_are_registered_at_their_own_size(monkeypatch):
 
 
 def test_copies_of_a_checkpoint_are_pinned_together(monkeypatch):
-    """Three tensors of 1.2 KB would take 2 KB each; other tensors take another piece, when the first is free."""
+    """Three tensors of 1.2 KB would take 2 KB each; copies of other tensors take another piece, once the first is
+    free."""
     monkeypatch.setattr(pinned_memory, "GRANULE", 1 << 10)
     runtime, room = Runtime(), []
     with FakeCuda():
@@ -151,7 +152,7 @@ def test_copies_that_cannot_be_pinned(monkeypatch):
 
 @pytest.mark.parametrize("background", [True, False])
 def test_pinned_copies_of_a_checkpoint_are_predicted(background):
-    """With states on the device, too."""
+    """Also with optimizer states on the device."""
     run = resolve(Run(model=Transformer(num_layers=2, hidden=64, heads=4, vocab=128, sequence=16),
                       optim=Optim(offload="none"), mesh=Mesh(), launch=Launch(device="cuda"),
                       checkpoint=Checkpoint(background=background)))
@@ -207,7 +208,7 @@ def test_communicators_are_warmed_and_aborted_on_their_device(monkeypatch):
 
 
 def test_the_next_batch_is_made_ahead_and_taken_only_by_who_asks_for_it():
-    """The same samples as without; after a change of sizes, or a rollback, the batch is made anew."""
+    """Samples are the same as without prefetching; after a change of sizes, or a rollback, the batch is made again."""
     from ranvier.data.loader import Loader
     from ranvier.data.sampler import Sampler
     from tests.checkpoint.anywhere import SAMPLES
@@ -219,7 +220,7 @@ def test_the_next_batch_is_made_ahead_and_taken_only_by_who_asks_for_it():
         return [(one.inputs.tolist(), one.targets.tolist(), one.samples.tolist()) for one in batch]
 
     plain = loader("cpu")
-    plain.prefetch(0)  # which does nothing on a CPU
+    plain.prefetch(0)  # does nothing on a CPU
     assert plain._ahead is None
     with FakeCuda(devices=2):
         ahead = loader(DEVICE)

@@ -1,4 +1,4 @@
-"""Named evaluation sets: each by itself, in the console, metrics, events and the summary; what is refused."""
+"""Named evaluation sets: each separately, in the console, metrics, events and the summary; what is refused."""
 
 import json
 from dataclasses import replace
@@ -29,7 +29,7 @@ def data(tmp_path_factory):
 
 
 def test_each_set_is_evaluated_by_itself(data, tmp_path, capsys):
-    """And alone each of them has the same numbers."""
+    """Each set gives the same numbers as when it is the only one."""
     args = ["--data.task", "classification", "--data.train", str(data / "0.tsv"), "--model.vocab", "120",
             "--model.num-layers", "1", "--model.hidden", "16", "--model.heads", "2", "--model.sequence", "16",
             "--train.steps", "2", "--train.eval-every", "1", "--batch.global-size", "4", "--data.cache-dir",

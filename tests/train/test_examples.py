@@ -1,4 +1,4 @@
-"""The examples run as they are, under plain python with the ranks that they ask for."""
+"""The examples run unchanged, under plain python with the number of ranks that they ask for."""
 
 import importlib
 import json
@@ -23,7 +23,7 @@ EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
 
 def run_command(folder, *arguments):
-    """`ranvier` with these arguments, where the example lies beside the caller and the package is installed."""
+    """`ranvier` with these arguments, in a folder that contains the example, with the package installed."""
     done = subprocess.run([sys.executable, "-m", "ranvier", *arguments], cwd=folder, capture_output=True, text=True,
                           timeout=240)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -41,7 +41,7 @@ def test_own_model_learns_on_four_ranks(tmp_path):
     assert done.returncode == 0, done.stderr
     losses = [float(loss) for loss in re.findall(r"^step \d+: loss ([\d.]+)$", done.stdout, re.MULTILINE)]
     held_out = float(re.search(r"^held out: loss ([\d.]+)$", done.stdout, re.MULTILINE)[1])
-    assert len(losses) == 4, "once each, not once a rank"
+    assert len(losses) == 4, "each once, not once per rank"
     assert held_out < losses[0] / 3
 
 

@@ -21,7 +21,7 @@ def feed(tracker, events):
 
 @pytest.fixture
 def aim(monkeypatch):
-    """`aim.Run` as its documentation has it."""
+    """Stands for `aim.Run` as its documentation describes it."""
     runs = {}
 
     class Run:
@@ -53,8 +53,8 @@ def test_aim(aim, tmp_path):
     (values, tracked, run), = aim.values()
     assert run.closed and run.repo == "repo" and values["hparams"]["policy"] == "message-driven"
     assert ("train/loss", 1, 7.9) in tracked and ("eval/code/loss", 4, 6.5) in tracked
-    assert not any(name == "train/loss" and step == 2 for name, step, _ in tracked), "a loss that is no number"
-    assert values["summary"]["final_loss"] == 7.6 and values["finished"] is False, "the second one has not ended"
+    assert not any(name == "train/loss" and step == 2 for name, step, _ in tracked), "a loss that is not a number"
+    assert values["summary"]["final_loss"] == 7.6 and values["finished"] is False, "the second run has not ended"
 
 
 @pytest.mark.filterwarnings("error::UserWarning")

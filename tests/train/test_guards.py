@@ -1,4 +1,4 @@
-"""What a run does about bad steps and replicas that differ: stop, skip, go back; as decisions, and as whole runs."""
+"""What a run does about bad steps and replicas that differ: stop, skip, roll back; as decisions, and in full runs."""
 
 import io
 import json
@@ -32,7 +32,7 @@ from tests.tiny_runs import random_texts
 
 
 class Engine:
-    """What the guard asks of one; `differs` is what its replicas have come to."""
+    """The part of an engine that the guard uses; `differs` is the error that the comparison of replicas raises."""
 
     learning_rate = 0.5
     differs = None
@@ -61,7 +61,7 @@ BAD = result("loss is nan", float("nan"), float("nan"))
 
 
 class Case:
-    """A guard with what it tells, in order, as words."""
+    """A guard, and the names of its events and calls in order."""
 
     def __init__(self, *, cause=CAUSE, checkpoints=(), **settings):
         self.told, self.notes, self.engine = [], [], Engine(cause)
@@ -122,7 +122,7 @@ def test_what_does_not_come_again_is_called_odd():
 def test_skip_goes_on_until_too_many_in_a_row():
     case = Case(bad_step="skip", max_bad_steps=3)
     assert [case.step(number, BAD) for number in (1, 2)] == [1, 2]
-    assert case.told == ["bad-step"] * 2, "the step's numbers are told when their turn comes"
+    assert case.told == ["bad-step"] * 2, "the step's numbers are published later, in their usual place"
     assert case.step(3) == 3
     assert [case.step(number, BAD) for number in (4, 5)] == [4, 5]
     text = case.fails(6)
@@ -146,7 +146,7 @@ def test_back_without_a_checkpoint_stops():
 
 
 def test_a_run_that_gets_no_further_ends():
-    """Steps that are taken again are good, and still the run stands at the same place."""
+    """Repeated steps are good, but the run never gets past the same bad step."""
     case = Case(bad_step="rollback", max_bad_steps=3, checkpoints=[4, 4, 4])
     for number in (5, 6, 7, 5, 6, 7):
         assert case.step(number, BAD if number == 7 else None) == (4 if number == 7 else number)
@@ -194,8 +194,8 @@ def lines(path):
 
 
 def break_data(monkeypatch, *bad_batches, size=8):
-    """One sample of each of these batches (from 0, as they lie in the data) makes the MLP return nan: one of replica 0,
-    microbatch 1. Returns a list that will have the batches that rank 0 takes, in order."""
+    """One sample of each of these batches (from 0, in the data's order), in microbatch 1 of replica 0, makes the MLP
+    return nan. Returns a list to which the batches that rank 0 takes are added, in order."""
     taken, bad = [], set()
     batch_of, loaders_of = Loader.microbatches, runtime._loaders
 
@@ -246,7 +246,7 @@ def test_a_run_stops_with_the_block_named(corpus, tmp_path, monkeypatch, mesh):
     assert [step["loss"] is None for step in lines(tmp_path / "metrics.jsonl")] == [False, False, True]
     *_, told, failed = lines(tmp_path / "events.jsonl")
     assert told["event"] == "bad-step"
-    assert failed["event"] == "failed" and failed["code"] == "bad-step" and WHERE in failed["text"]  # for who watches
+    assert failed["event"] == "failed" and failed["code"] == "bad-step" and WHERE in failed["text"]  # for watchers
     assert "failed" in (tmp_path / "report.html").read_text()
 
 
@@ -267,8 +267,8 @@ def test_a_run_skips(corpus, tmp_path, monkeypatch):
 @pytest.mark.parametrize("mesh", [Mesh(data=2, pipe=2), pytest.param(Mesh(row=2, col=2), marks=pytest.mark.slow)],
                          ids=str)
 def test_a_run_goes_back(corpus, tmp_path, monkeypatch, mesh):
-    """To the checkpoint of step 2: from there on losses are those of a run that never took the batches that are left
-    out. A run that is resumed after it takes the data from where this one is."""
+    """To the checkpoint of step 2: from there on, losses are those of a run that never had the skipped batches. A run
+    that resumes from this one continues at its place in the data."""
     taken = break_data(monkeypatch, 3)
     guarded = run_of(corpus, tmp_path / "run", mesh=mesh, guard=Guard(bad_step="rollback"),
                      checkpoint=Checkpoint(every=2), train=Train(steps=5, sample_tokens=0, eval_sequences=2))
@@ -286,7 +286,7 @@ def test_a_run_goes_back(corpus, tmp_path, monkeypatch, mesh):
         self, step, size, offset + (2 * size if self.seed is not None and step >= 2 else 0)))
     run_all(replace(guarded, run_dir=tmp_path / "other", guard=Guard()))
     never = lines(tmp_path / "other" / "metrics.jsonl")
-    assert [step["loss"] for step in steps[-3:]] == [step["loss"] for step in never[-3:]], "to the bit"
+    assert [step["loss"] for step in steps[-3:]] == [step["loss"] for step in never[-3:]], "bit-identical"
     monkeypatch.undo()
 
     taken = break_data(monkeypatch)
@@ -303,7 +303,7 @@ def test_a_run_without_a_checkpoint_cannot_go_back(corpus, tmp_path, monkeypatch
 
 @pytest.mark.parametrize(("mode", "saved"), [("skip", ["step-6"]), ("none", [])])
 def test_a_last_step_that_was_skipped_is_saved(corpus, tmp_path, monkeypatch, mode, saved):
-    """Nothing came of it; where it was applied, what came of it is not kept."""
+    """A skipped step leaves good parameters; parameters to which a bad step was applied are not saved."""
     break_data(monkeypatch, 5)
     run = run_of(corpus, tmp_path, guard=Guard(bad_step=mode), mesh=Mesh(pipe=2))
     if mode == "skip":
@@ -333,7 +333,7 @@ def test_replicas_that_differ_end_the_run(corpus, tmp_path, monkeypatch):
 
 def test_check_tells_what_cannot_be_guarded():
     run = resolve(Run(optim=Optim(update_in_backward=True), batch=Batch(global_size=4), mesh=Mesh()))
-    assert problems(run) == [], "stop is the default, and means none here"
+    assert problems(run) == [], "the default `stop` means `none` here"
     problem, = problems(replace(run, guard=Guard(bad_step="rollback")))
     assert str(problem) == (
         "guard.bad-step: cannot check a step before blocks are updated: optim.update-in-backward is set (got "

@@ -1,4 +1,4 @@
-"""Logs that were damaged: what is whole is read, the rest is told and left out, and nothing else depends on it."""
+"""Damaged logs: undamaged lines are read, the others are reported and left out, and nothing else depends on them."""
 
 import json
 import os
@@ -29,7 +29,7 @@ def write(folder, name, lines):
 
 
 def summary_of(steps, events):
-    """As a run that goes on with them ends."""
+    """Summary of a run that resumes with these logs."""
     history = History()
     history.remember(steps, events)
     return summarise(recipe="gpt-tiny", mesh=Mesh(data=2), history=history, boundaries=(), launcher="local",
@@ -106,7 +106,8 @@ def test_what_is_no_file_is_not_read(tmp_path, kind):
 @settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_random_damage_costs_the_lines_that_it_meets(tmp_path, data):
-    """Bytes are overwritten, taken out or put in, at random places: whole lines stay, and what goes on is not hurt."""
+    """Bytes are overwritten, removed or inserted at random places: undamaged lines stay, and a summary can be
+    written."""
     for name, lines, read in (("metrics.jsonl", STEPS, read_metrics), ("events.jsonl", EVENTS, read_events)):
         write(tmp_path, name, lines)
         content = bytearray((tmp_path / name).read_bytes())
@@ -119,13 +120,13 @@ def test_random_damage_costs_the_lines_that_it_meets(tmp_path, data):
                 [b"\n", b'"', b"null", b"[" * 300, b"{", b"\xed\xa0\x80", b"-", b"1e999", b"true"])))
             content[place:place + data.draw(st.integers(0, 2))] = new
             number = max(index for index, start in enumerate(starts[:-1]) if start <= place)
-            hit |= {number, number + 1}  # its line end may have gone
+            hit |= {number, number + 1}  # the line end may be gone
         (tmp_path / name).write_bytes(content)
         log = read(tmp_path)
         kept = [line for index, line in enumerate(lines) if index not in hit]
         if name == "events.jsonl":
             assert all(line in log.lines for line in kept)
-        else:  # a damaged line may have the number of a whole one, and comes in its place
+        else:  # a damaged line with the number of an undamaged one may replace it
             assert {line["step"] for line in kept} <= {line["step"] for line in log.lines}
         assert hit or not log.problems
     steps, events = read_metrics(tmp_path).lines, read_events(tmp_path).lines

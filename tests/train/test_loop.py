@@ -1,4 +1,5 @@
-"""A whole run on in-process ranks: its folder, its numbers on several meshes, and how it ends when it cannot go on."""
+"""A full run on in-process ranks: its folder, its numbers on several meshes, and how it ends when it cannot
+continue."""
 
 import io
 import json
@@ -32,7 +33,7 @@ STEPS = 6
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory):
-    """A folder with a hundred small texts of few words, and room for the cache beside it."""
+    """A folder that contains `texts`, a hundred small texts of few words. The cache is written next to it."""
     folder = tmp_path_factory.mktemp("corpus")
     random_texts(folder / "texts", 100, lines=30)
     return folder
@@ -61,7 +62,7 @@ def lines(path):
 
 @pytest.fixture(autouse=True)
 def no_more_pictures(monkeypatch):
-    """`finished` has those that are looked at."""
+    """Draw no pictures: the tests that look at pictures use those of `finished`."""
     for draw in ("draw_loss", "timeline_picture"):
         monkeypatch.setattr(report, draw, lambda *args: None)
 
@@ -132,7 +133,7 @@ def test_events_tell_the_story(finished):
 @pytest.mark.parametrize(("policy", "size", "most"), [("message-driven", 8, 4), ("message-driven", 4, 2),
                                                      ("gpipe", 32, 16)])
 def test_a_run_tells_of_no_more_in_flight_than_a_step_has(corpus, policy, size, most):
-    """4 in flight of 4 microbatches, of 2, and with gpipe all 16 of them."""
+    """The limit is 4: reported are 4 of 4 microbatches, 2 of 2, and with gpipe all 16."""
     run = resolve(tiny(corpus, corpus, mesh=Mesh(pipe=2), batch=Batch(global_size=size, microbatch_size=2),
                        pipeline=Pipeline(policy=policy), optim=Optim(offload="none", bucket_size=1)))
     engine = SimpleNamespace(in_flight=4, limits=Limits(in_flight=4, deferred=(0, 0)),
@@ -163,7 +164,8 @@ def test_the_timeline_shows_the_first_and_the_last_steps(finished):
 
 
 def test_every_moment_of_a_step_is_in_the_timeline(finished):
-    """From step 5 on nothing is between steps but the evaluation after step 4, so three steps are one row."""
+    """Only the evaluation after step 4 lies between steps, so the spans of steps 5 and 6 follow each other without
+    gaps."""
     run_dir, *_ = finished
     trace = json.loads((run_dir / "timeline.json").read_text())
     bars = [event for event in trace["traceEvents"] if event["ph"] == "X"]
@@ -212,7 +214,7 @@ def test_the_mesh_changes_no_number(data, pipe, policy, finished, corpus, tmp_pa
     pytest.param(Mesh(col=2), TensorParallel(scheme="megatron"), marks=pytest.mark.slow),
     (Mesh(col=2, pipe=2), TensorParallel(scheme="megatron", sequence_sharding=True))]))
 def test_rows_and_columns_change_no_number(mesh, tensor, finished, corpus, tmp_path):
-    """Evaluation of 7 sequences, and the last microbatch, are filled up where rows must share them."""
+    """The evaluation of 7 sequences, and the last microbatch, are padded if rows must share them."""
     reference, _, _, heard = finished
     summaries, text = run_all(tiny(corpus, tmp_path, mesh=mesh, tensor=tensor))
     for ours, theirs in zip(losses(tmp_path), losses(reference), strict=True):
@@ -224,7 +226,7 @@ def test_rows_and_columns_change_no_number(mesh, tensor, finished, corpus, tmp_p
 
 @pytest.mark.slow
 def test_the_tensor_mesh_lies_on_nodes_as_it_sends_least(finished, corpus, tmp_path):
-    """Two ranks a node: which of the stage's ranks these are follows from bytes, and no number depends on it."""
+    """Two ranks a node: the bytes sent decide which of the stage's ranks share a node, and no number depends on it."""
     run = tiny(corpus, tmp_path, mesh=Mesh(row=2, col=2, data=2))
     run_ranks(lambda world: train(run, "tiny", replace(world, local_size=2), stream=io.StringIO()), run.mesh.size,
               timeout_seconds=120)

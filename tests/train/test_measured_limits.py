@@ -1,4 +1,4 @@
-"""The schedule's limits by measured times: what is chosen, told and kept, and that results do not depend on it."""
+"""The schedule's limits by measured times: which are chosen, reported and kept. Results do not depend on them."""
 
 import io
 import json
@@ -38,8 +38,8 @@ def present(stages):
 
 
 def test_ranks_that_take_longer_than_counted_have_other_limits(stages, present):
-    """Rank 0 takes a tenth longer than rank 1: more under way hides it. The same times in another unit change nothing;
-    with rank 1 far behind no limits help, and as with times as they were counted all stays as it is."""
+    """Rank 0 takes a tenth longer than rank 1: more microbatches in flight hide that. The same times in another unit
+    change nothing. If rank 1 is far slower, or if the times are as counted, the limits stay as they are."""
     slow = measured_choice(RUN, stages, present, [(1.1, 2.2), (1.0, 2.0)])
     assert slow.limits.in_flight > present.in_flight
     assert slow.bubble_fraction < 0.5 * slow.counted_fraction
@@ -69,8 +69,8 @@ def test_nothing_is_chosen_without_times(stages, present):
 
 
 def test_recomputation_is_part_of_the_backward():
-    """What a rank recomputes makes its backward longer by a forward without its last product, of which the layers'
-    weight gradients are no part that may wait; slower ranks are found as without it."""
+    """Recomputation makes a rank's backward longer by a forward without its last product, and this time cannot be
+    deferred with the layers' weight gradients; slower ranks are found as without recomputation."""
     run = replace(RUN, memory=Memory(recompute=1))
     stages = laid_out(run)[0].stage_costs()
     again = recomputed_runs(run, stages)
@@ -80,12 +80,12 @@ def test_recomputation_is_part_of_the_backward():
     assert slow.limits.in_flight > present.in_flight and slow.bubble_fraction < slow.counted_fraction
     ratio = [backward / forward for forward, backward in expected_seconds(run, stages, [(1.0, 1.0)] * 10, again)]
     plain = [backward / forward for forward, backward in expected_seconds(RUN, stages, [(1.0, 1.0)] * 10)]
-    assert all(0.4 < more - less < 0.8 for more, less in zip(ratio, plain, strict=True)), "embedding, head: not again"
+    assert all(0.4 < more - less < 0.8 for more, less in zip(ratio, plain, strict=True)), "not embedding and head"
 
 
 def test_times_of_blocks_go_to_other_stages(stages):
-    """Of a cut those of its own stages, of another cut the same in all; cached blocks have the time of the others, and
-    take none."""
+    """For the measured cut, times are those of its stages; for another cut, their sum is the same. Cached blocks get
+    the factor of the others, and take no time."""
     seconds = [(3.0, 7.0), (1.0, 2.0)]
     factors = measured_factors(RUN, stages, seconds)
     assert expected_seconds(RUN, stages, factors) == [pytest.approx(each) for each in seconds]
@@ -108,14 +108,14 @@ def test_deferred_microbatches_are_a_setting(stages, present):
     assert run_limits(run, stages) == replace(present, deferred=(3, 1), last=None)
     assert run_limits(replace(run, pipeline=replace(run.pipeline, memory=None)), stages).deferred == (3, 1)
     last = replace(RUN, pipeline=replace(RUN.pipeline, defer_last=4))
-    assert run_limits(last, stages) == replace(present, last=4), "the others are as without it"
+    assert run_limits(last, stages) == replace(present, last=4), "the other limits are as without `last`"
     both = replace(RUN, pipeline=replace(RUN.pipeline, deferred=(3, 1), defer_last=4))
     assert run_limits(both, stages) == replace(present, deferred=(3, 1), last=4)
     bytes_ = [[entry.device["deferred"] for entry in laid_out(replace(run, pipeline=replace(
         run.pipeline, **settings)))[1]] for settings in (
             {}, {"deferred": (0, 2)}, {"in_flight": 2, "deferred": (3, 3), "defer_last": 2})]
     assert bytes_[0][0] > bytes_[1][0] == 0 and bytes_[1][1] > bytes_[0][1] > 0
-    assert bytes_[2] == [0, bytes_[0][1]], "of the last two rank 0 stores both, rank 1 one"
+    assert bytes_[2] == [0, bytes_[0][1]], "of the last two microbatches, rank 0 stores both, rank 1 one"
 
 
 def test_one_number_for_each_rank():
@@ -149,12 +149,13 @@ def trained(run, folder, size=2, trackers=()):
 
 
 def given(monkeypatch, *limits):
-    """Whatever was measured, these are the limits: of each choice in turn, then the last ones; None: those of now."""
+    """Make choices return these limits in turn, then always the last ones, whatever was measured; None: the present
+    ones."""
     asked = []
 
     def chosen(run, stages, present, seconds, segments, conditions):
         asked.append((run, seconds))
-        choice = (len(asked) - 1) // run.mesh.pipe  # all ranks make each
+        choice = (len(asked) - 1) // run.mesh.pipe  # all ranks make each choice
         return MeasuredChoice(limits=limits[min(choice, len(limits) - 1)] or present, bubble_fraction=0.1,
                               counted_fraction=0.2)
 
@@ -163,7 +164,7 @@ def given(monkeypatch, *limits):
 
 
 def test_a_run_takes_the_limits_and_loses_nothing(run, tmp_path, monkeypatch):
-    """Losses are the same to the bit; the choice is told, in run.toml, and with its outcome in the summary. A run from
+    """Losses are bit-identical; the choice is reported, in run.toml, and with its outcome in the summary. A run from
     that file has these limits from the start, and measures no others; on other GPUs its cluster is another one."""
     monkeypatch.setattr(setup, "_cluster_here", lambda world: "h100")
     plain = trained(replace(run, pipeline=Pipeline(memory=None)), tmp_path / "plain")
@@ -189,7 +190,7 @@ def test_a_run_takes_the_limits_and_loses_nothing(run, tmp_path, monkeypatch):
 @pytest.mark.parametrize(("mesh", "wishes"), [
     pytest.param(Mesh(data=2), [(1, 2)], marks=pytest.mark.slow), (Mesh(pipe=2), [(2, 1), (1, 2)])], ids=str)
 def test_each_mesh_is_measured_and_what_is_kept_is_about_the_first(run, tmp_path, monkeypatch, mesh, wishes):
-    """All that was resolved at the start stays resolved in the run's file."""
+    """All values that were resolved at the start stay resolved in the run's file."""
     asked = given(monkeypatch, Limits(in_flight=3, deferred=(0, 1)))
 
     class Asks:
@@ -215,8 +216,8 @@ def test_each_mesh_is_measured_and_what_is_kept_is_about_the_first(run, tmp_path
 
 @pytest.mark.slow
 def test_a_run_that_freezes_chooses_at_once_by_what_its_blocks_have_taken(run, tmp_path, monkeypatch):
-    """After a transition, and once more by its own steps. Losses are the same to the bit; the run's file has the limits
-    of its beginning."""
+    """Immediately after a transition, and once more by times of its own steps. Losses are bit-identical; the run's file
+    has the limits of its beginning."""
     run = replace(run, elastic=Elastic(freeze="manual", manual=(f"{STEPS + 2}:1",)), memory=Memory(recompute=1),
                   train=replace(run.train, steps=2 * STEPS + 4))
     plain = trained(replace(run, pipeline=Pipeline(memory=None)), tmp_path / "plain")

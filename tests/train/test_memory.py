@@ -1,4 +1,5 @@
-"""Memory of a run: what is predicted is what is measured, what cannot fit is refused, what runs out is explained."""
+"""Memory of a run: predictions agree with measurements, a run that cannot fit is refused, and running out is
+explained."""
 
 import json
 import os
@@ -49,7 +50,7 @@ __all__ = ["corpus"]
 
 
 def larger(corpus, run_dir, **changed):
-    """Layers wide enough to outweigh what is not counted, such as the loss's scratch."""
+    """A run whose layers are wide enough to outweigh memory that is not counted, such as the loss's scratch."""
     model = Transformer(num_layers=4, hidden=64, heads=2, vocab=300, sequence=64)
     settings = {"batch": Batch(global_size=8, microbatch_size=2), "train": Train(steps=3, sample_tokens=0),
                 "precision": "fp32", "memory_report": True, "model": model} | changed
@@ -61,8 +62,8 @@ LLAMA = Transformer(family="llama", num_layers=4, hidden=64, heads=4, kv_heads=2
 
 
 LEAST = {"llama, checkpointed on stages": 0.48}
-"""Of the predicted working memory, where less than a half is used: what a layer keeps when it is recomputed and what
-its attention allocates are added up, and do not come together."""
+"""Least used share of the predicted working memory where it is below a half: the prediction adds what a recomputed
+layer keeps and what its attention allocates, which do not exist at the same time."""
 
 
 @pytest.mark.parametrize(("name", "changed"), quick(2, [
@@ -119,7 +120,7 @@ its attention allocates are added up, and do not come together."""
         ("nothing deferred on several stages of each rank", 2, Pipeline(stages_per_rank=3, defer_bytes=0)),
         ("interleaved, with more memory", 2, Pipeline(stages_per_rank=3, placement="interleaved", memory=2.0))))]))
 def test_what_is_predicted_is_what_is_measured(corpus, tmp_path, name, changed):
-    """What lives from step to step to the byte; the rest, which is a bound, within a half."""
+    """Memory that lives from step to step is predicted to the byte; the rest, which is a bound, within a half."""
     run = larger(corpus, tmp_path / "run", **changed)
     summaries, text = run_all(run)
     predicted = laid_out(resolve(run))[1]
@@ -130,7 +131,7 @@ def test_what_is_predicted_is_what_is_measured(corpus, tmp_path, name, changed):
                 if category == "working":
                     expected = sum(entry.device[part] for part in memory._WORKING)
                     assert LEAST.get(name, 0.5) * expected < size < 1.2 * expected, f"{category} of rank {rank}"
-                elif category == "checkpoint":  # of ranks with the same elements the first writes them
+                elif category == "checkpoint":  # the first of the ranks with the same elements writes them
                     assert size <= entry.host["checkpoint"], f"rank {rank}"
                     if rank == 0:
                         assert size > 0.95 * entry.host["checkpoint"]
@@ -145,8 +146,8 @@ LARGE = Transformer(family="llama", num_layers=1, hidden=128, heads=2, vocab=300
 
 
 class Shifted(nn.Sequential):
-    """With a frozen parameter in fp32, a buffer that checkpoints have, one that they have not, and one that lies over a
-    parameter."""
+    """Has a frozen parameter in fp32, a buffer that checkpoints contain, one that they do not contain, and one that
+    shares a parameter's memory."""
 
     def __init__(self, block, hidden, dtype):
         super().__init__(block)
@@ -160,7 +161,7 @@ class Shifted(nn.Sequential):
 
 
 class WithBuffers(Convolutional):
-    """Layers of torch itself, and buffers that are larger than their weights."""
+    """torch's own layers, and buffers that are larger than their weights."""
 
     def model(self, settings, head, *, dtype):
         model = super().model(settings, head, dtype=dtype)
@@ -216,7 +217,8 @@ def shifted(build, hidden, dtype):
           ("operands in fp32", Mesh(col=2), "stationary"), ("weights gathered together", Mesh(row=2), "stationary"),
           ("sums of weight gradients", Mesh(row=2, col=2), "summa")))])
 def test_no_prediction_is_below_what_is_measured(corpus, tmp_path, changed):
-    """With a vocabulary that is large beside the width, and an update that is large beside the activations."""
+    """With a vocabulary that is large relative to the width, and an update that is large relative to the
+    activations."""
     model = Transformer(family="llama", num_layers=2, hidden=32, heads=2, vocab=2048, sequence=16)
     run = larger(corpus, tmp_path / "run", **{"mesh": Mesh(), "model": model, "train": Train(
         steps=2, sample_tokens=0, eval_sequences=1)} | changed)
@@ -258,7 +260,7 @@ PLAIN = Pipeline(policy="1f1b")
     pytest.param({"mesh": Mesh(pipe=2), "pipeline": PLAIN, "lora": Lora(rank=4), "precision": "bf16", "model": replace(
         GPT, family="llama", kv_heads=2)}, id="adapters on stages, in bf16", marks=pytest.mark.slow)])
 def test_a_stage_works_in_what_is_alive_at_once(corpus, tmp_path, changed):
-    """A receive that is posted is predicted, and is not measured between threads."""
+    """A posted receive is predicted, and is not measured between threads."""
     run = larger(corpus, tmp_path / "run", **{"model": GPT, "train": Train(steps=2, sample_tokens=0),
                                               "batch": Batch(global_size=16, microbatch_size=2)} | changed)
     predicted = laid_out(resolve(run))[1]
@@ -269,8 +271,8 @@ def test_a_stage_works_in_what_is_alive_at_once(corpus, tmp_path, changed):
 
 @pytest.mark.parametrize("recompute", ["none", 1])
 def test_gradients_of_weights_on_cuda(recompute):
-    """In bf16, and then in fp32, beside what is left when the backward comes there: of the table; of a recomputed
-    layer's weights. Others are added in one product."""
+    """The gradient of the table, or of a recomputed layer's weights, exists in bf16 and then in fp32, in addition to
+    what is left when the backward gets there. Other gradients are accumulated in one product."""
     run = resolve(ResolvedRun(model=LARGE, batch=ONE, precision="bf16", memory=Memory(recompute=recompute)),
                   Facts(device="cuda"))
     costs = Work().stages(run)[0]
@@ -278,7 +280,7 @@ def test_gradients_of_weights_on_cuda(recompute):
     left = sum(cost.kept_bytes + cost.loss_bytes for cost in costs[place + 1:])
     elements = costs[place].table_elements + costs[place].weight_elements
     assert elements == (300 * 128 if recompute == "none" else 128 * 512)
-    left = left if recompute == "none" else 0  # which what is recomputed has taken the place of already
+    left = left if recompute == "none" else 0  # recomputed activations have already replaced it
     assert laid_out(run)[1][0].device["workspace"] == costs[place].backward_bytes + 6 * elements - left
 
 
@@ -296,14 +298,14 @@ def costs_of_four_blocks(**sizes):
 
 @pytest.mark.parametrize(("stage", "messages"), [(0, 3 * 7), (1, 10 + 3 * 7), (2, 2 * 10)])
 def test_messages_are_what_enters_and_what_leaves(stage, messages):
-    """The last of three stages stores one of two microbatches, and the one before it has sent both."""
+    """The last of three stages stores one of two microbatches, and the stage before it has sent both."""
     costs = costs_of_four_blocks(input_bytes=10, output_bytes=7)
     assert activation_bytes(costs, [], two_in_flight(stage, 3), {}, [0] * 4)["messages"] == messages
 
 
 @pytest.mark.parametrize("deferred", [0, 1])
 def test_a_segment_runs_again_when_what_is_behind_it_is_free(deferred):
-    """Where products wait, their operands are not."""
+    """If weight gradients are deferred, their operands are not free."""
     *layers, head = costs_of_four_blocks(kept_bytes=100, input_bytes=10, defers=True)
     microbatches = two_in_flight(deferred=deferred)
     assert microbatches.stored == 2
@@ -324,13 +326,13 @@ def test_no_report_unless_it_is_asked_for(corpus, tmp_path):
 
 
 def test_compiled_blocks_are_not_measured_on_a_cpu(corpus, tmp_path):
-    """torch compiles nothing where operations are watched, and says so of a block as if it could not be compiled."""
+    """torch compiles nothing while operations are watched, and reports it as if the block could not be compiled."""
     with raises("memory-report-compiled", "--model.compile false"):
         run_all(larger(corpus, tmp_path / "run", mesh=Mesh(), model=replace(LARGE, compile=True)))
 
 
 def test_the_whole_process_is_compared_with_the_whole_run(corpus, tmp_path, monkeypatch):
-    """Also of what it needed before layers froze."""
+    """Also with the memory that the run needed before layers froze."""
     compared = []
     monkeypatch.setattr(report_page, "memory_rows", lambda predicted, peaks, *_, **__: compared.extend(peaks) or [])
     run = larger(corpus, tmp_path / "run", mesh=Mesh(), elastic=Elastic(freeze="manual", manual=("1:2",), every=1))
@@ -342,8 +344,8 @@ def test_the_whole_process_is_compared_with_the_whole_run(corpus, tmp_path, monk
 
 @pytest.mark.slow
 def test_checkpointing_takes_less(corpus, tmp_path):
-    """With one microbatch in flight, so that all runs have the same order: what a stage has at once of a message-driven
-    schedule depends on what has arrived."""
+    """With one microbatch in flight, so that all runs have the same order: with a message-driven schedule, what a stage
+    stores at a time depends on what has arrived."""
     def working(checkpoint):
         run = larger(corpus, tmp_path / str(checkpoint), memory=Memory(recompute=checkpoint), mesh=Mesh(pipe=2),
                      pipeline=Pipeline(policy="1f1b", in_flight=1))
@@ -390,7 +392,7 @@ def test_remedies_are_those_that_are_left():
     assert remedies(columns, shared=False)[0] == "set `--tensor.sequence-sharding true`"
     assert len(remedies(replace(columns, mesh=Mesh(col=3)), shared=False)) == 1  # 3 columns do not divide the sequence
     half = replace(run, model=replace(run.model, float8=True))
-    assert "set `--memory.recompute auto`" in remedies(half, shared=False)  # selective is refused beside float8
+    assert "set `--memory.recompute auto`" in remedies(half, shared=False)  # selective is refused with float8
     assert remedies(run, shared=False, on_host=True)[0] == "set `--optim.shard true`"  # activations are on the device
     stages = replace(frugal, mesh=Mesh(pipe=2))
     assert remedies(stages, shared=False)[0] == "lower `--pipeline.memory` to 1 (it is 1.1)"
@@ -417,7 +419,7 @@ def test_a_containers_limit_counts(tmp_path):
     (tmp_path / "memory.current").write_text("400000\n")
     assert available_memory_bytes(tmp_path) == 600_000
     (tmp_path / "memory.stat").write_text("anon 300000\ninactive_file 100000\nactive_file 5\n")
-    assert available_memory_bytes(tmp_path) == 700_000, "what the kernel can drop is free"
+    assert available_memory_bytes(tmp_path) == 700_000, "memory that the kernel can drop is free"
     (tmp_path / "memory.current").write_text("2000000\n")
     assert available_memory_bytes(tmp_path) == 0
     assert machine.memory_limit_bytes(tmp_path) == 1_000_000
@@ -457,7 +459,7 @@ sys.exit(main())
 
 @pytest.mark.slow
 def test_a_real_allocator(corpus, tmp_path):
-    """A process that may have 400 MiB more, and a model that keeps more: exit code 2, and the table."""
+    """A process that may allocate 400 MiB more, and a model that keeps more: exit code 2, and the table."""
     command = ["train", "gpt-tiny", "--mesh.data", "1", "--mesh.pipe", "1", "--data.corpus", str(corpus / "texts"),
                "--data.cache-dir", str(corpus / "cache"), "--model.vocab", "300", "--batch.microbatch-size", "32",
                "--batch.global-size", "32", "--model.hidden", "512", "--run-dir", str(tmp_path / "run")]
@@ -471,7 +473,7 @@ def test_a_real_allocator(corpus, tmp_path):
 
 @pytest.mark.slow
 def test_a_rank_that_the_kernel_kills(corpus, tmp_path):
-    """The parent's last words are the table."""
+    """The parent's last output is the table."""
     run_dir = tmp_path / "run"
     command = [sys.executable, "-m", "ranvier", "train", "gpt-tiny", "--mesh.data", "1", "--mesh.pipe", "2",
                "--data.corpus", str(corpus / "texts"), "--data.cache-dir", str(corpus / "cache"),
@@ -496,7 +498,7 @@ def test_a_rank_that_the_kernel_kills(corpus, tmp_path):
 
 
 class Alone:
-    """A group of one rank, or of another one that has found that only the schedule of this number fits."""
+    """A group of one rank, or with another rank that has found that only the schedule with this number fits."""
 
     def __init__(self, other=0):
         self.other = other
@@ -514,7 +516,7 @@ def test_ranks_take_the_schedule_that_fits_on_all_machines(monkeypatch):
 
 
 def test_the_memory_of_a_machine_is_that_of_the_ranks_on_it(monkeypatch):
-    """Ranks 1 and 3 are both of the second stage: dealt out cyclically, they share a machine."""
+    """Ranks 1 and 3 are both of the second stage, and share a machine because ranks are distributed cyclically."""
     run = ResolvedRun(mesh=Mesh(data=2, pipe=2))
     stage_bytes = [entry.device_bytes + entry.host_bytes for entry in laid_out(run)[1]]
     assert stage_bytes[0] != stage_bytes[1]

@@ -1,4 +1,4 @@
-"""What a step's line has of all ranks: which replica computes longest."""
+"""What a step's line says of all ranks: which replica computes longest."""
 
 import time
 from types import SimpleNamespace
@@ -21,7 +21,7 @@ def test_the_slowest_replica_is_measured_against_the_others(work, found):
 
 @pytest.mark.parametrize("sizes", [{"data": 4}, {"data": 2, "pipe": 2}, {"data": 2, "row": 2}, {"pipe": 2, "col": 2}])
 def test_a_step_names_the_replica_that_computes_longest(sizes):
-    """Also where it waits least, and the others wait for it as long as it computes."""
+    """Also if that replica waits least, and the others wait for it until it has computed."""
     mesh, slow = Mesh(**sizes), Mesh(**sizes).num_replicas - 1
 
     def rank(world):

@@ -102,7 +102,7 @@ def test_without_a_reference_nothing_is_computed_beforehand(folder, tmp_path, ca
     summary, _ = trained(run)
     assert run_command(["evaluate", str(run.run_dir), "--json"]) == 0
     found, = json.loads(capsys.readouterr().out)["results"].values()
-    assert "perplexity" not in found, "the loss is one of pairs"
+    assert "perplexity" not in found, "the loss is that of pairs"
     for name in ("accuracy", "reward_margin"):
         assert abs(found[name] - summary[f"eval_{name}"]) < 1e-9
     assert run_command(["evaluate", str(run.run_dir), "--preference.loss", "dpo"]) == 2

@@ -60,7 +60,7 @@ class FixedResult:
 
 
 class OwnClock(threading.local):
-    """Each rank's: time passes when the test says so."""
+    """A clock for each rank, which the test advances."""
 
     now = 0
 
@@ -85,7 +85,7 @@ def test_the_meter_averages_over_ranks_and_clocks_every_moment_once(monkeypatch)
         return [step.event(10.0, PeakRate(1e6 / 2, None)) for step in pending]
 
     events, others = run_ranks(rank, 2)
-    assert events == others, "every rank knows the same numbers"
+    assert events == others, "all ranks have the same numbers"
     assert [event.step_seconds for event in events] == pytest.approx([0.02, 0.04, 0.06])
     for event in events:
         assert event.bubble_fraction == pytest.approx(0.5), "one rank of two waits all the time"
@@ -107,7 +107,7 @@ def test_the_meter_never_waits_for_the_step_it_clocks():
     def rank(world):
         meter = Meter(Timeline(), world.backend.group("train", [range(2)]), CPU)
         if world.rank == 1:
-            assert first_is_done.wait(20), "rank 0 waits for a step that this rank has not come to"
+            assert first_is_done.wait(20), "rank 0 waits for a step that this rank has not reached"
         meter.step(1, Unread(), 1e-3)
         if world.rank == 0:
             first_is_done.set()
@@ -195,7 +195,7 @@ def test_steps_are_whole_numbers(tmp_path, monkeypatch):
     history.frozen, history.meshes = {0: 0}, {0: (2, 2), 3: (2, 1)}
     draw_course(tmp_path / "course.png", history, "gpt-tiny")
     for axes in figures[-1].axes[:2]:
-        assert all(tick == int(tick) for tick in axes.get_yticks()), "layers and ranks, of which none may be frozen"
+        assert all(tick == int(tick) for tick in axes.get_yticks()), "layers and ranks are whole numbers"
 
 
 def test_a_title_of_any_name_is_whole(tmp_path, monkeypatch):
@@ -286,7 +286,7 @@ def test_of_nested_spans_the_inner_one_counts_and_gaps_are_overhead():
 
 @given(st.lists(st.tuples(st.integers(0, 100), st.integers(0, 100)), max_size=12))
 def test_spans_cover_a_step_whatever_is_recorded(places):
-    """Nested as a program nests them: a span is recorded when it ends."""
+    """Spans are nested as a program nests them, and a span is recorded when it ends."""
     spans = [Span("forward", f"F{number}", 1, min(place), max(place)) for number, place in
              enumerate(sorted(places, key=lambda place: (max(place), -min(place))))]
     found = covering(spans, 1, 20, 80)
@@ -308,7 +308,7 @@ def test_what_the_meter_keeps_covers_its_steps():
 
 
 def test_the_legend_adds_up_to_a_hundred_per_cent():
-    """Whoever has ended the step before the others is in the next one, or in nothing that was kept."""
+    """A rank that ends the step before the others is already in the next step, or in time that was not kept."""
     lines = []
     for rank in range(3):
         steps = [step_of(number, 300, *[("forward", f"F{part}", 7 * part, 7 * part + 5 + rank) for part in range(30)],
@@ -323,7 +323,7 @@ def test_the_legend_adds_up_to_a_hundred_per_cent():
 
 
 def test_what_a_rank_is_busy_with_is_no_waiting_for_the_gradients_norm():
-    """From the second step on."""
+    """Busy time from the second step on has updates, not the wait for the gradient norm."""
     def rank(world):
         timeline = Timeline()
         meter = Meter(timeline, world.backend.group("train", [range(1)]), CPU)
@@ -346,7 +346,7 @@ def test_bars_show_the_microbatch_and_the_turn(category, label, text):
 
 
 def test_a_run_that_resumes_unchanged_leaves_no_mark_on_its_course():
-    """Its frozen layers are those of the last transition, however far before the step from which it resumes."""
+    """Its frozen layers are those of the last transition, however long before the resumed step that was."""
     mesh = {"mesh": {"data": 1, "pipe": 2, "row": 1, "col": 1}}
     history = History()
     history.remember([], [{"step": 0, "event": "start", **mesh},
@@ -356,7 +356,7 @@ def test_a_run_that_resumes_unchanged_leaves_no_mark_on_its_course():
 
 
 def test_the_bubble_is_that_of_the_last_mesh(tmp_path):
-    """A run that has resumed on another mesh, and goes on there a second time; speeds are those of all steps."""
+    """A run resumes on another mesh, and then once more on that mesh; speeds are those of all steps."""
     def step(number, bubble):
         return {"step": number, "loss": 1.0, "bubble_fraction": bubble, "step_seconds": 1.0}
 

@@ -1,4 +1,4 @@
-"""report.html: what it holds, when it is written, how it is served, and what a browser makes of it."""
+"""report.html: what it contains, when it is written, how it is served, and how a browser shows it."""
 
 import itertools
 import json
@@ -88,14 +88,14 @@ def test_long_curves_keep_their_rare_points():
     text = Page(title="x", subtitle="", curves=curves).html()
     found = json.loads(re.findall(r'id="data">(.*?)</script>', text, re.DOTALL)[0])["curves"]
     assert len(found["step"]) <= MAX_POINTS + 2 and 2.0 in found["eval_loss"] and found["step"][-1] == steps - 1
-    assert "bubble_fraction" not in found, "zeros alone are no curve"
+    assert "bubble_fraction" not in found, "zeros alone are not a curve"
 
 
 def test_settings_and_memory():
     asked = replace(Run(), train=Train(steps=7))
     origins = {"train.steps": "flag", "max_restarts": "recipe x", "seed": "default"}
     assert changed_settings(replace(asked, max_restarts=2, run_dir="x"), asked, origins) == [
-        ("train.steps", "7", "100", "flag"), ("max-restarts", "2", "0", "auto")], "what has changed since is auto's"
+        ("train.steps", "7", "100", "flag"), ("max-restarts", "2", "0", "auto")], "later changes are auto's"
     summary = {"peak_memory_bytes": [5, 9], "memory": [{"device": {"parameters": 3, "working": 2}, "host": {}},
                                                        {"device": {"parameters": 4, "working": 5}, "host": {}}]}
     rows = memory_rows([RankMemory(pipeline_rank=0, ranks=2, device={"parameters": 4, "activations": 6})], [11, 12],
@@ -106,7 +106,7 @@ def test_settings_and_memory():
 
 
 def test_a_folder_that_is_not_there_is_told(tmp_path, capsys, monkeypatch):
-    """A run that is about to start is waited for; so is a mistyped name, which looks the same."""
+    """The server waits for a run that is about to start, and for a mistyped name, which looks the same."""
     monkeypatch.setattr("ranvier.cli.watch.ThreadingHTTPServer.serve_forever", lambda server: None)
     for name, is_told in (("gone", True), (".", False)):
         assert run_command(["watch", str(tmp_path / name)]) == 0
@@ -125,7 +125,7 @@ def test_a_run_is_served_on_this_machine_alone(tmp_path):
             return urllib.request.urlopen(urllib.request.Request(f"http://{host}:{port}{path}", headers=headers))
 
         with ask() as answer:
-            assert b'http-equiv="refresh"' in answer.read(), "a run that has just been started has none yet"
+            assert b'http-equiv="refresh"' in answer.read(), "a run that has just been started has no page yet"
         (tmp_path / NAME).write_text("the page")
         with ask() as answer:
             assert answer.read() == b"the page" and answer.headers["ETag"] and host == "127.0.0.1"
@@ -146,15 +146,15 @@ CONTRASTS = """[
   });
   return Math.max(one, other) / Math.min(one, other);
 })"""
-"""Of texts on their grounds, as WCAG defines it."""
+"""Contrasts of texts with their backgrounds, as WCAG defines contrast."""
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(not shutil.which("chromium"), reason="chromium is not installed: nobody looks at report.html")
 def test_a_browser_draws_runs_and_plans(tmp_path):
-    """On a desktop and on a phone, light and dark: no error, nothing wider than the screen, texts that can be read, a
-    canvas for each curve and for the timeline. The timeline zooms, and says what is under the pointer. A page that is
-    served reloads itself when it is rewritten."""
+    """On a desktop and on a phone, light and dark: no error, nothing wider than the screen, readable texts, a canvas
+    for each curve and for the timeline. The timeline zooms, and says what is under the pointer. A page that is served
+    reloads itself when it is rewritten."""
     assert run_command(["train", "gpt-tiny", "--train.steps", "3", "--mesh.data", "1", "--mesh.pipe", "1", "--quiet",
                         "--model.num-layers", "2", "--model.hidden", "32", "--run-dir", str(tmp_path / "run")]) == 0
     spans = [Span("forward", "F0", 1, 0, 10**6), Span("wait", "backward 0", 1, 10**6, 2 * 10**6)]
@@ -240,7 +240,7 @@ def test_a_plan_says_why_candidates_lost(tmp_path, capsys):
     candidates = found["candidates"]["rows"]
     assert candidates[0][-1] == "the fastest" and len(candidates) > 2
     assert all(row[-1].startswith("+") or not row[0] for row in candidates[1:])
-    assert found["timeline"]["rows"][0]["spans"][0][:3] == ["forward", "F0", 0], "the best one's step"
+    assert found["timeline"]["rows"][0]["spans"][0][:3] == ["forward", "F0", 0], "a step of the best plan"
     assert ["train.steps", "400", "100", "recipe gpt-tiny"] in found["settings"]
     assert all(row["place"] for row in found["memory"])
     assert run_command(["plan", "gpt-tiny", "--cluster", "laptop", "--ranks", "1", "--search", "mesh", "--out-html",

@@ -1,4 +1,4 @@
-"""Runs that go on: the same numbers as without the break, one folder that tells of both parts, and what is refused."""
+"""Resumed runs: the same numbers as without the break, one folder that describes both parts, and what is refused."""
 
 import io
 import json
@@ -52,7 +52,7 @@ def tiny(text, run_dir, steps=8, mesh=None, **changed):
 
 
 def run_all(run, *, dies_after=None):
-    """The summary and the printed text; with `dies_after` every rank ends without a word after that step."""
+    """The summary and the printed text; with `dies_after` every rank ends without notice after that step."""
     stream = io.StringIO()
 
     class Dies:
@@ -80,7 +80,7 @@ def losses(run_dir):
 
 @pytest.fixture(scope="module")
 def whole(text, tmp_path_factory):
-    """The run without a break."""
+    """Folder of the run without a break."""
     run_dir = tmp_path_factory.mktemp("whole")
     run_all(tiny(text, run_dir))
     return run_dir
@@ -95,12 +95,12 @@ def done_folder(text, tmp_path_factory):
 
 @pytest.fixture
 def done(done_folder, tmp_path):
-    """A folder of a run of four steps that is done."""
+    """Folder of a run that has completed four steps."""
     return shutil.copytree(done_folder, tmp_path / "done")
 
 
 def test_no_checkpoint_is_there_before_its_steps_numbers_are_told(text, tmp_path):
-    """A run that dies in between would go on behind that step, and metrics.jsonl would never have it."""
+    """A run that dies in between would resume after that step, and metrics.jsonl would never contain it."""
     seen = []
 
     class Looks:
@@ -180,7 +180,7 @@ def test_a_run_that_is_done_stays_done(text, done):
 
 
 def test_in_another_folder_and_with_another_batch(text, whole, tmp_path):
-    """The place in the data is counted in samples: 6 steps of 8, then steps of 4 from sample 48 on."""
+    """The place in the data is counted in samples: 6 steps of 8 samples, then steps of 4 from sample 48 on."""
     run = tiny(text, tmp_path, steps=10, resume=str(whole / "checkpoint" / "step-6"))
     summary, said = run_all(replace(run, batch=Batch(global_size=4, microbatch_size=2)))
     assert list(losses(tmp_path)) == [7, 8, 9, 10] and summary["steps"] == 4
@@ -191,7 +191,7 @@ def test_in_another_folder_and_with_another_batch(text, whole, tmp_path):
 
 @pytest.mark.slow
 def test_a_run_that_began_elsewhere_and_died_at_once(text, whole, tmp_path):
-    """Before its first checkpoint: auto goes on from where it began, and so does the same command again."""
+    """Before its first checkpoint: with auto it resumes from where it began, and so does the same command again."""
     elsewhere = str(whole / "checkpoint" / "step-6")
     for resume in ("auto", elsewhere):
         run_dir = tmp_path / resume.replace("/", "-")
@@ -221,7 +221,7 @@ def test_from_the_start_where_there_is_none(text, tmp_path):
 
 
 def test_a_folder_whose_checkpoints_are_gone_is_not_begun_anew(text, done):
-    """Such as those on a disk that is not mounted: the logs of what was done stay."""
+    """For example because their disk is not mounted. The logs of the steps so far stay."""
     (done / "checkpoint").rename(done / "elsewhere")
     with raises("checkpoints-gone", where="checkpoint.dir"):
         run_all(tiny(text, done, steps=6, resume="auto"))
@@ -235,7 +235,7 @@ def test_a_folder_whose_checkpoints_are_gone_is_not_begun_anew(text, done):
 
 
 def test_a_damaged_one_is_named(text, done):
-    """And lines of later steps, of which the last is cut off, are left out."""
+    """Lines of later steps, the last of which is cut off, are left out."""
     (done / "checkpoint" / "step-4" / "part-00001.safetensors").write_bytes(b"")
     with (done / "metrics.jsonl").open("a") as file:
         file.write('{"step": 5, "loss": 1.0}\n{"step": 6, "lo')
@@ -253,7 +253,8 @@ DAMAGE = (b'{"step": 3, "event": "start", "mesh": null}\n', b'{"step": 2, "loss"
 
 @pytest.mark.parametrize("name", quick(1, ["events.jsonl", "metrics.jsonl"]))
 def test_no_run_depends_on_its_logs(text, whole, done, name):
-    """Whatever they say: it goes on from its checkpoint with the same numbers, tells it once, and leaves it out."""
+    """Whatever the logs contain, the run resumes from its checkpoint with the same numbers, and reports damaged lines
+    once."""
     content = (done / name).read_bytes().replace(b'"event": "start"', b'"efent": "start"')
     (done / name).write_bytes(DAMAGE[0] + content + b"".join(DAMAGE[1:]))
     summary, said = run_all(tiny(text, done, steps=8, resume="auto"))
@@ -268,7 +269,7 @@ def test_no_run_depends_on_its_logs(text, whole, done, name):
 
 @pytest.mark.parametrize("lost", quick(1, ["removed", "a folder of its own"]))
 def test_a_run_that_is_done_and_has_no_logs(text, whole, tmp_path, lost, monkeypatch):
-    """All that is known is in its checkpoint: it ends well, and its summary says that no step was taken."""
+    """Only the checkpoint is left: the run ends normally, and its summary says that no step was taken."""
     drawn = []
     monkeypatch.setattr(report, "draw_loss", lambda path, losses, *args: drawn.append(len(losses)))
     run = tiny(text, tmp_path, steps=2, resume="auto", checkpoint=Checkpoint(dir=tmp_path / "checkpoints", every=2))
@@ -281,12 +282,12 @@ def test_a_run_that_is_done_and_has_no_logs(text, whole, tmp_path, lost, monkeyp
     summary, said = run_all(run)
     assert summary["final_loss"] is None and summary["steps"] == 0 and "done in" in said
     assert json.loads((run.run_dir / "summary.json").read_text())["final_loss"] is None
-    assert lines(run.run_dir / "events.jsonl")[-1]["event"] == "end" and drawn == [2], "none is known"
+    assert lines(run.run_dir / "events.jsonl")[-1]["event"] == "end" and drawn == [2], "no later loss is known"
 
 
 @pytest.mark.parametrize("name", quick(1, ["run.toml", "summary.json", "tokenizer.json"]))
 def test_documents_are_there_whole_or_as_they_were(text, done, monkeypatch, name):
-    """The run dies while it writes one of them again."""
+    """The run dies while it writes one of these files again."""
     before = {path.name: path.read_bytes() for path in done.glob("*.*") if path.suffix in (".toml", ".json")}
 
     class Died(BaseException):
@@ -308,7 +309,7 @@ def test_documents_are_there_whole_or_as_they_were(text, done, monkeypatch, name
     monkeypatch.setattr(atomic_file, "replace_atomically", half)
     with pytest.raises(Died):
         run_all(tiny(text, done, steps=5, resume="auto"))
-    if name != "summary.json":  # that of the run before goes when this one begins
+    if name != "summary.json":  # the summary of the previous run is removed when this one begins
         assert (done / name).read_bytes() == before[name]
     else:
         assert not (done / name).exists()
@@ -327,7 +328,7 @@ def test_other_text_is_told(text, whole, tmp_path):
 
 
 def test_every_setting_that_changed_is_told(text, whole, tmp_path):
-    """With its old and its new value, unless it only says where and how fast the run computes."""
+    """With its old and its new value, unless it only decides where and how fast the run computes."""
     run = tiny(text, tmp_path / "run", steps=9, mesh=Mesh(pipe=2), resume=str(whole / "checkpoint"))
     optim = Optim(betas=(0.8, 0.9), weight_decay=0.1, clip_norm=1.0, groups=("*.bias:1:0",), shard=True)
     _, said = run_all(replace(run, optim=optim, batch=Batch(global_size=8, microbatch_size=4),
@@ -379,14 +380,14 @@ def test_what_is_refused(text, whole, tmp_path, changes, error, message):
 
 @pytest.mark.parametrize("on_error", quick(1, ["continue", "stop"]))
 def test_checkpoints_that_cannot_be_written(text, whole, tmp_path, monkeypatch, on_error):
-    """A run is done when its last checkpoint is on the disk, and not before."""
+    """A run is done only when its last checkpoint is on the disk."""
     def full(path, tensors):
         raise OSError(28, "No space left on device")
 
     run = tiny(text, tmp_path, steps=4, checkpoint=Checkpoint(every=2, on_error=on_error))
     with monkeypatch.context() as patch:
         patch.setattr(files, "write_part", full)
-        if on_error == "continue":  # to the end, where the last one is missed
+        if on_error == "continue":  # to the end, where the last checkpoint is missing
             with raises("unsaved", f"{tmp_path}/checkpoint/step-4", 0) as caught:
                 run_all(run)
             assert failure.exit_code(caught.value) == 1
@@ -420,7 +421,7 @@ def test_a_run_whose_last_checkpoint_went_before_it_ended_is_not_done(text, tmp_
 
 
 def test_a_save_that_failed_is_tried_again_by_a_run_that_is_told_to_stop(text, tmp_path, monkeypatch):
-    """The checkpoint of the very step after which it stops could not be written."""
+    """The checkpoint of the step after which the run stops could not be written at first."""
     def told(session, step):
         if step == 3 and session.world.rank == 0:
             session.stop.request("SIGTERM")
@@ -448,7 +449,7 @@ def elsewhere(number):
 
 @pytest.mark.parametrize("folder", quick(1, ["run", "checkpoints"]))
 def test_a_second_start_is_refused(text, tmp_path, folder):
-    """Whichever of its folders another run has, also one that is on another machine."""
+    """Whichever of its folders another run holds, also a run on another machine."""
     run = tiny(text, tmp_path / "run", steps=2, resume="auto",
                checkpoint=Checkpoint(dir=tmp_path / "checkpoints", every=2))
     theirs = Lease.acquire([tmp_path / folder], owner=elsewhere(1), heartbeat_seconds=0.05)
@@ -461,7 +462,7 @@ def test_a_second_start_is_refused(text, tmp_path, folder):
 
 
 def test_a_run_whose_folder_another_one_has_taken_ends(text, whole, tmp_path):
-    """It stood still for so long that it counted as gone; the other one goes on as if it were alone."""
+    """The run was suspended for so long that it counted as gone; the other run resumes as if it were alone."""
     run = tiny(text, tmp_path, steps=40, checkpoint=Checkpoint(every=2, keep=30))
     second: dict[str, object] = {}
 
@@ -486,7 +487,7 @@ def test_a_run_whose_folder_is_removed_ends(text, tmp_path):
     class Removes:
         def event(self, event):
             if getattr(event, "grad_norm", None) is not None and event.step == 3:
-                (tmp_path / "run").rename(tmp_path / "gone")  # at once, whatever is being written
+                (tmp_path / "run").rename(tmp_path / "gone")  # immediately, whatever is being written
 
         def close(self):
             pass
@@ -499,7 +500,7 @@ def test_a_run_whose_folder_is_removed_ends(text, tmp_path):
 
 
 def test_what_comes_of_a_loss_that_is_no_number_is_not_kept(text, tmp_path):
-    """Without a guard the step is taken, and only then is it seen."""
+    """Without a guard the step is applied before the loss is looked at."""
     run = tiny(text, tmp_path, guard=Guard(bad_step="none"))
     broken = replace(run, train=replace(run.train, learning_rate=1e30))
     with raises("loss-not-finite"):
@@ -511,7 +512,8 @@ def test_what_comes_of_a_loss_that_is_no_number_is_not_kept(text, tmp_path):
 
 @pytest.mark.parametrize(("rank", "at"), [pytest.param(0, 5, marks=pytest.mark.slow), (1, 3)])
 def test_a_run_that_is_told_to_stop_saves(text, whole, tmp_path, monkeypatch, rank, at):
-    """Whichever rank was told, at whatever moment: all stop after the next step, and the rest is as if nothing was."""
+    """Whichever rank gets the signal, at any moment: all stop after the next step, and the resumed run continues
+    exactly."""
     def told(session, step):
         if step == at and session.world.rank == rank:
             session.stop.request("SIGUSR1")
@@ -535,7 +537,7 @@ def test_a_run_that_is_told_to_stop_saves(text, whole, tmp_path, monkeypatch, ra
 @pytest.mark.parametrize(("launched", "steps"), [(False, 3), (True, 3), (True, 2)])
 def test_ctrl_c_on_a_rank_without_others_interrupts_its_caller_once_it_has_saved(text, tmp_path, monkeypatch, launched,
                                                                                  steps):
-    """Of a rank that a launcher or our supervisor has started they are who tells. After the last step it is too late.
+    """If a launcher or our supervisor has started the rank, they report the stop. After the last step it is too late.
     """
     def told(session, step):
         assert session.stop.announces != launched
@@ -547,7 +549,7 @@ def test_ctrl_c_on_a_rank_without_others_interrupts_its_caller_once_it_has_saved
 
     def rank(world):
         world.launcher, world.launched = "local", launched
-        world.store.set(FINISHED_RUN, "")  # by an earlier run of the program
+        world.store.set(FINISHED_RUN, "")  # as set by an earlier run of the program
         summary = train(tiny(text, tmp_path, mesh=Mesh(), steps=steps, checkpoint=Checkpoint(every=0)), "tiny", world,
                         stream=io.StringIO())
         return summary, world.store.check([FINISHED_RUN])
@@ -565,7 +567,7 @@ def test_ctrl_c_on_a_rank_without_others_interrupts_its_caller_once_it_has_saved
 
 
 def test_signals_end_a_run_at_once_that_has_not_begun(text, tmp_path, monkeypatch):
-    """They are requests to stop once there is something to save, and not while data and ranks are prepared."""
+    """Signals are requests to stop once there is something to save, but not while data and ranks are prepared."""
     order, prepare_run, step, install = [], setup.prepare_run, loop.take_step, StopRequest.install
     monkeypatch.setattr(StopRequest, "install", lambda stop, signals=STOP_SIGNALS: (
         order.append("signals") if signals else None, install(stop, signals)))

@@ -1,4 +1,4 @@
-"""Reward models from pairs to a folder that transformers loads, and on from there."""
+"""Reward models: from pairs to a folder that transformers loads, and training from that folder."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SIZES = dict(vocab_size=300, hidden_size=16, num_hidden_layers=2, num_attention_
 
 
 def whole_tokenizer_in(path, pad="<s>", template=CHATML):
-    """One that can be exported: with a token that ends texts, and one that fills them up."""
+    """A tokenizer that can be exported: it has an end-of-text token and a padding token."""
     inner = tokenizers.Tokenizer.from_file(str(tokenizer_in(path, template) / "tokenizer.json"))
     inner.add_special_tokens(["</s>"])
     inner.save(str(path / "tokenizer.json"))
@@ -59,7 +59,7 @@ def conversations():
 
 
 def rewards_of(folder):
-    """Rewards of all answers by transformers: each alone, and all padded."""
+    """Rewards of all answers by transformers, the same for single answers and a padded batch."""
     model = transformers.AutoModelForSequenceClassification.from_pretrained(folder)
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     rows = [tokenizer.apply_chat_template(talk, return_tensors="pt", return_dict=True) for talk in conversations()]
@@ -72,7 +72,8 @@ def rewards_of(folder):
 
 @pytest.mark.parametrize("pad", ["<s>", "<|end|>"])
 def test_samples_have_the_tokens_of_the_chat_template(folder, tmp_path, pad):
-    """The score is that of the last token that is no padding, as in transformers, also where padding ends answers."""
+    """The score is that of the last token other than padding, as in transformers, also if the padding token ends
+    answers."""
     tokenizer = whole_tokenizer_in(tmp_path / "tokenizer", pad, CHATML.replace("'<|end|>\\n'", "'<|end|>'"))
     run = reward_run(folder, tmp_path)
     run = replace(run, data=replace(run.data, tokenizer=str(tokenizer), cache_dir=tmp_path / "cache"))

@@ -1,4 +1,4 @@
-"""Every output of the stream of events, alone: files, TensorBoard, console; and what they say when a disk is full."""
+"""Each output of the stream of events by itself: files, TensorBoard, console; and their errors when a disk is full."""
 
 import contextlib
 import dataclasses
@@ -69,8 +69,8 @@ def test_metrics_has_one_complete_object_a_step(tmp_path, monkeypatch):
                   "learning_rate", "flops_per_second", "model_flops_utilisation"):
         assert all(field in step for step in steps), field
     assert steps[0]["loss"] == 7.9 and steps[0]["tokens"] == 4096 and steps[0]["tokens_per_second"] == 8192
-    assert steps[1]["loss"] is None and steps[1]["tokens_per_second"] == 0, "a number that is none is null"
-    assert all(step["time"] == 1234.568 for step in steps)  # to compare with a machine's own logs
+    assert steps[1]["loss"] is None and steps[1]["tokens_per_second"] == 0, "a loss that is not a number is null"
+    assert all(step["time"] == 1234.568 for step in steps)  # for comparison with a machine's own logs
     assert "eval_loss" not in steps[0] and steps[3]["eval_loss"] == 7.5 and steps[3]["eval_code_loss"] == 6.5
 
 
@@ -97,7 +97,7 @@ def test_a_loss_that_is_nan_is_no_line_of_tensorboards(tmp_path, caplog):
 
 
 def test_tensorboard_holds_the_curves(tmp_path):
-    for _ in range(2):  # the second run replaces the first's curves
+    for _ in range(2):  # the second run replaces the curves of the first
         feed(TensorBoard(tmp_path), example_run(tmp_path))
     files = list((tmp_path / "tensorboard").glob("events.out.tfevents.*"))
     assert len(files) == 1
@@ -168,7 +168,7 @@ def test_what_experts_read_comes_with_verbose(tmp_path):
 
 @pytest.mark.parametrize("kind", [PlainConsole, LiveConsole])
 def test_repeated_notes_are_shown_a_few_times_and_then_once_a_minute(kind):
-    """Every step's do not flood the screen, and a checkpoint that fails every ten minutes does not fall silent."""
+    """Notes of every step do not flood the screen, and a checkpoint that fails every ten minutes is always reported."""
     notes = [NoteEvent(step=step, event="skipped", text="no valid target") for step in range(1, 100)]
     for seconds, times in ((0, 3), (1, 3 + 1), (600, 99)):
         stream, ticks = io.StringIO(), itertools.count(step=seconds)
@@ -216,7 +216,7 @@ def test_a_full_disk_is_one_clear_error(kind, name, tmp_path):
 
 
 def test_a_full_disk_when_tensorboard_closes(tmp_path, monkeypatch):
-    """What its library has kept for later reaches the disk only now."""
+    """Data that its library has buffered reaches the disk only when it closes."""
     tracker = TensorBoard(tmp_path)
     file = tracker._writer.file_writer.event_writer._ev_writer
     monkeypatch.setattr(file, "flush", tracker._guard(no_space))
@@ -229,7 +229,7 @@ def no_space(handle=None):
 
 
 def test_a_full_disk_while_writing_a_document(tmp_path, monkeypatch):
-    """What was there is there still, whole."""
+    """The previous document stays complete."""
     write_json(tmp_path / "summary.json", {"steps": 1})
     monkeypatch.setattr(os, "fsync", no_space)
     with raises("log-not-writable"):
@@ -249,7 +249,7 @@ def test_documents_follow_the_umask(tmp_path):
 
 
 def test_a_log_is_never_written_into_the_file_that_was_there(tmp_path):
-    """Who has it open still, having lost the folder, writes into what nobody reads."""
+    """A run that has lost the folder and still has the log open writes into a file that is no longer in the folder."""
     former, now = MetricsFile(tmp_path), MetricsFile(tmp_path)
     feed(former, example_run(tmp_path))
     now.close()
@@ -319,7 +319,7 @@ def test_a_tracker_that_fails_is_told_once_and_ends_nothing():
 
 @full_disk
 def test_tensorboards_thread_outlives_a_full_disk(tmp_path):
-    """Also when more events come than its queue has places; the next event tells of it."""
+    """Also when more events come than its queue can hold; the next event raises the error."""
     tracker = TensorBoard(tmp_path)
     writer = tracker._writer.file_writer.event_writer
     os.dup2(os.open("/dev/full", os.O_WRONLY), writer._ev_writer._py_recordio_writer._writer.fileno())
