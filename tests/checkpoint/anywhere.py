@@ -1,4 +1,4 @@
-"""A small GPT on any mesh, fed with one sequence of global batches: what the tests of this folder share."""
+"""A small GPT on any mesh, fed with one sequence of global batches: shared by the tests of this folder."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def on(mesh: Mesh, work, **options) -> list:
 
 
 def everything(folder: Path) -> dict[tuple[str, str], torch.Tensor]:
-    """All tensors of a checkpoint but those of torch's generators, whole."""
+    """All tensors of a checkpoint except those of torch's generators, unsharded."""
     saved = Saved(folder)
     assert list(saved.damage()) == []
     return {(kind, name): saved.read(kind, name) for kind, tensors in saved.manifest.tensors.items()
@@ -70,7 +70,7 @@ def everything(folder: Path) -> dict[tuple[str, str], torch.Tensor]:
 
 
 def write_manifest(folder: Path, document: dict) -> None:
-    """`document` as the manifest, with the checksum that it should have if it is one."""
+    """Write `document` as the manifest, with a correct checksum if it is a valid manifest."""
     data = json.dumps(document)
     try:
         written = encode(TypeAdapter(Manifest).validate_json(data))
@@ -80,7 +80,7 @@ def write_manifest(folder: Path, document: dict) -> None:
 
 
 def assert_same(first: dict, second: dict) -> None:
-    """To the bit."""
+    """Assert that all tensors are bit-identical."""
     assert first.keys() == second.keys()
     for key, tensor in first.items():
         assert tensor.dtype is second[key].dtype and torch.equal(tensor, second[key]), key

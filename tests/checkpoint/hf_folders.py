@@ -16,7 +16,7 @@ SMALL = Transformer(family="gpt", num_layers=2, hidden=24, heads=3, vocab=300, s
 
 
 def parameters(config=SMALL, dtype=torch.float32, seed=0):
-    """Random tensors of a whole model under Hugging Face's names, no two alike."""
+    """Random tensors of a complete model under Hugging Face's names, all different."""
     generator = torch.Generator().manual_seed(seed)
     return {name: (torch.randn(shape, generator=generator) * 0.3).to(dtype)
             for place in hf_gpt2.places(config).values()
@@ -24,7 +24,7 @@ def parameters(config=SMALL, dtype=torch.float32, seed=0):
 
 
 def write_model(folder: Path, tensors=None, config=SMALL, **settings) -> Path:
-    """config.json and model.safetensors; settings are laid over those of `config`, and None takes one away."""
+    """Write config.json and model.safetensors; `settings` override those of `config`, and None removes one."""
     folder.mkdir(parents=True, exist_ok=True)
     document = {**hf_gpt2.write(config), **settings}
     (folder / "config.json").write_text(json.dumps(document))
@@ -33,14 +33,14 @@ def write_model(folder: Path, tensors=None, config=SMALL, **settings) -> Path:
 
 
 def write_checkpoint(folder: Path, tensors=None, config=SMALL, precision=None) -> Path:
-    """A run's folder with step-0."""
+    """Write a run's folder with step-0."""
     model = write_model(folder.with_name(folder.name + "-model"), tensors, config)
     import_model(model, folder, precision=precision, tell=lambda line: None)
     return folder
 
 
 def edit_manifest(step: Path, edit) -> None:
-    """Change the manifest of a checkpoint: `edit` takes it as JSON has it, in place."""
+    """Change the manifest of a checkpoint: `edit` modifies its JSON document in place."""
     document = json.loads(encode(Saved(step).manifest))
     edit(document)
     write_manifest(step, document)

@@ -1,4 +1,5 @@
-"""What one mesh has saved, any other loads: all state to the bit, and training goes on as if nothing had happened."""
+"""Any mesh loads what any other mesh has saved: all state is bit-identical, and training continues without a
+difference."""
 
 import itertools
 from functools import partial
@@ -30,7 +31,7 @@ DTYPES = [torch.bfloat16, torch.float32]
 
 
 def round_trip(tmp_path, first, second, *, before=None, after=None, dtype=torch.float32):
-    """Save on one mesh, load on another and save there."""
+    """Save on one mesh, load on another, and save there."""
     def save(engine):
         train(engine, 2)
         checkpoints = Checkpoints(engine, tmp_path / "first")
@@ -73,7 +74,7 @@ def test_around_all_meshes_and_ways(tmp_path, number):
     (Mesh(col=4), Mesh(pipe=2, row=2)), pytest.param(Mesh(pipe=2, col=2), Mesh(data=2, col=4), marks=pytest.mark.slow)],
     ids=str)
 def test_a_llama_whose_heads_of_keys_columns_share(tmp_path, first, second):
-    """On four columns each holds both heads of keys; on two, one."""
+    """Each of four columns holds both heads of keys; each of two columns holds one."""
     round_trip(tmp_path, first, second, before={"model": llama(LLAMA)}, after={"model": llama(LLAMA), "shard": True})
 
 
@@ -95,12 +96,12 @@ def halves(tmp_path, first, second, *, before=None, after=None, **options):
         losses = train(engine, 2)
         checkpoints = Checkpoints(engine, tmp_path)
         checkpoints.save()
-        train(engine, 1)  # what is being written must not see it
+        train(engine, 1)  # must not change the checkpoint that is being written
         checkpoints.wait()
         return losses
 
     def rest(engine):
-        train(engine, 1)  # whatever it was before
+        train(engine, 1)  # the load must replace any earlier state
         Checkpoints(engine, tmp_path).load()
         return train(engine, 2)
 
@@ -132,7 +133,7 @@ def test_on_another_mesh_to_rounding(tmp_path, first, second):
 
 
 def test_in_another_precision_from_the_masters(tmp_path):
-    """bf16 parameters are roundings: fp32 goes on from the copies that were updated."""
+    """bf16 parameters are rounded: fp32 continues from the master copies, which were updated."""
     def save(engine):
         train(engine, 2)
         checkpoints = Checkpoints(engine, tmp_path)
@@ -151,7 +152,7 @@ def test_in_another_precision_from_the_masters(tmp_path):
 
 
 def test_a_users_own_optimizer(tmp_path):
-    """States that torch's AdamW keeps, its counts of steps among them."""
+    """States of torch's AdamW, including its step counts."""
     def run(world, mesh, steps, *, save=False, load=False):
         engine = Engine(gpt(CONFIG, dtype=torch.float64), world, mesh=mesh, seed=3, dtype=torch.float64,
                         optimizer=partial(torch.optim.AdamW, lr=1e-2))
@@ -172,7 +173,7 @@ def test_a_users_own_optimizer(tmp_path):
 
 
 class Counting(nn.Module):
-    """A block with a buffer, and with torch's own dropout."""
+    """A block with a buffer and torch's own dropout."""
 
     def __init__(self):
         super().__init__()

@@ -51,7 +51,8 @@ def run_of(kind, **model):
 
 
 def started(run, folder, mesh=None, *, scheme="stationary", dtype=torch.float32, steps=0, optim=None):
-    """Of every rank its parameters after `load_pretrained` (and steps), the notes, and a finer copy of each."""
+    """For each rank: its parameters before and after `load_pretrained` (and steps), its boxes, the notes, the master
+    copies."""
     def on_rank(world):
         model = families.model_of(run, dtype=dtype)
         engine = Engine(model, world, mesh=mesh or Mesh(), seed=3, dtype=dtype, learning_rate=1e-30,
@@ -68,7 +69,7 @@ def started(run, folder, mesh=None, *, scheme="stationary", dtype=torch.float32,
                 masters.setdefault(part.parameter, []).append(part.states["master"].clone())
         layout, at = engine.layout, engine.coordinates
         boxes = {layout.key(end): layout.box(end, at.position) for end in layout.parameters
-                 if end.block in layout.blocks(at.pipe)}  # a tied head is cut otherwise than the embedding that owns it
+                 if end.block in layout.blocks(at.pipe)}  # a tied head is not sharded like the embedding
         engine.close()
         return before, after, boxes, notes, {name: torch.cat(parts) for name, parts in masters.items()}
 
@@ -93,7 +94,7 @@ def test_every_rank_has_its_boxes(folder_of, kind, mesh, scheme):
 @pytest.mark.parametrize("offload", ["none", "stream", "host"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_master_copies_are_the_folders_to_the_bit(folder_of, offload, dtype):
-    """A step that changes nothing leaves the parameters: no copy from before is written back."""
+    """A step that changes nothing leaves the parameters as they are: no older copy is written back."""
     kind = "BertForSequenceClassification"
     found, run = Pretrained(folder_of(kind)), with_sizes(run_of(kind), Pretrained(folder_of(kind)))
     (_, after, _, _, masters), = started(run, folder_of(kind), dtype=dtype, steps=1,
@@ -121,7 +122,7 @@ def test_notes_are_the_same_on_every_rank(folder_of):
 
 @pytest.mark.parametrize("ours", [0.0, 0.1, 0.2])
 def test_another_dropout_than_the_folders_is_said(folder_of, monkeypatch, ours):
-    """That of GPT-2 is 0.1 in transformers."""
+    """GPT-2's dropout is 0.1 in transformers."""
     monkeypatch.setattr(setup, "load_pretrained", lambda engine, pretrained: [])
     notes = setup.initial_weights(None, run_of("GPT2LMHeadModel", dropout=ours), Pretrained(
         folder_of("GPT2LMHeadModel")), from_step=None)

@@ -1,4 +1,4 @@
-"""From a run to Hugging Face's form, and from there into another run: nothing changes on the way."""
+"""From a run to Hugging Face's format, and from there into another run: nothing changes on the way."""
 
 import io
 import json

@@ -1,4 +1,4 @@
-"""BERT, ViT and DINOv2 in Hugging Face's form: what is read, what is said of the rest, and there and back."""
+"""BERT, ViT and DINOv2 in Hugging Face's format: what is read, notes and errors about the rest, and round trips."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def model_of(tmp_path):
 
 
 def edited(folder, **settings):
-    """config.json with other settings; None takes one away."""
+    """Change settings in config.json; None removes one."""
     document = json.loads((folder / "config.json").read_text()) | settings
     (folder / "config.json").write_text(json.dumps({key: value for key, value in document.items()
                                                     if value is not None}))
@@ -140,7 +140,7 @@ def test_models_that_are_not_ours(model_of, kind, settings, error):
     ("BertModel", "embeddings.LayerNorm.weight"), ("ViTModel", "embeddings.cls_token"), ("ViTModel", "layernorm.bias"),
     ("Dinov2Model", "encoder.layer.1.layer_scale2.lambda1")])
 def test_a_part_that_is_missing(model_of, kind, gone):
-    """Half a head is no head that starts from the seed."""
+    """A head with missing tensors is an error, and is not initialised from the seed."""
     _, folder = model_of(kind)
     tensors = load_file(folder / "model.safetensors")
     del tensors[gone]
@@ -193,7 +193,7 @@ def test_export_loads_as_transformers_has_it(model_of, tmp_path, capsys, kind):
     expected = logits._forward(theirs, inputs, found.head).detach()
     is_token = inputs["mask"].bool() if found.head == "span" else slice(None)
     assert (ours - expected)[is_token].abs().max() < 1e-5 * expected.abs().max()
-    if kind == type(theirs).__name__:  # nothing was missing: it is the same model
+    if kind == type(theirs).__name__:  # nothing was missing, so it is the same model
         assert all(torch.equal(tensor, theirs.state_dict()[name]) for name, tensor in model.state_dict().items())
 
 
@@ -210,7 +210,7 @@ def test_labels_are_written(model_of, tmp_path):
 
 
 def test_the_number_of_classes_is_the_classifiers(model_of, tmp_path):
-    """A run's settings may leave it to the data."""
+    """A run's settings may leave the number to the data."""
     import_model(model_of("ViTForImageClassification", num_labels=7)[1], tmp_path / "run", tell=lambda line: None)
     edit_manifest(step_folder(tmp_path / "run/checkpoint", 0),
                   lambda document: document["about"]["run"]["model"].update(num_classes="auto"))
@@ -238,7 +238,7 @@ def test_a_word_piece_tokenizer_goes_along(model_of, tmp_path, capsys):
 
 
 def test_an_exported_model_has_its_processor_of_images(model_of, tmp_path):
-    """With which transformers makes the same pixels of an image."""
+    """transformers makes the same pixels of an image with it."""
     transformers = pytest.importorskip("transformers")
     import_model(model_of("ViTForImageClassification")[1], tmp_path / "run", tell=lambda line: None)
     export(tmp_path / "run", tmp_path / "there", tell=lambda line: None)

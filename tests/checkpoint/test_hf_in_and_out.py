@@ -1,4 +1,4 @@
-"""Export and import: what goes round comes back to the bit, and transformers computes the same."""
+"""Export and import: a round trip is bit-identical, and transformers computes the same."""
 
 import json
 import re
@@ -141,7 +141,7 @@ def test_shards(tmp_path):
 
 
 def test_pieces_of_a_mesh_are_put_together(tmp_path):
-    """A checkpoint whose tensors lie in several boxes, as ranks of a mesh write them."""
+    """A checkpoint whose tensors consist of several boxes, as ranks of a mesh write them."""
     run = write_checkpoint(tmp_path / "run", tensors := parameters())
     step = step_folder(run / "checkpoint", 0)
     whole = load_file(step / "part-00000.safetensors")

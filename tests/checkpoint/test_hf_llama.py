@@ -35,7 +35,8 @@ def tensors_of(folder):
 
 
 def published_tokenizer(vocab=280):
-    """A byte-level BPE as Qwen's and Llama 3's: another split into words, and special tokens beside the vocabulary."""
+    """A byte-level BPE like Qwen's and Llama 3's: another split into words, and special tokens outside the
+    vocabulary."""
     inner = tokenizers.Tokenizer(tokenizers.models.BPE())
     inner.pre_tokenizer = tokenizers.pre_tokenizers.Sequence([
         tokenizers.pre_tokenizers.Digits(individual_digits=True),
@@ -75,7 +76,7 @@ def test_there_and_back_to_the_bit(tmp_path, name):
     assert_equal_logits(told)
     export(tmp_path / "run", tmp_path / "back", shard_bytes=20_000, tell=told.append)
     before, after = tensors_of(there), tensors_of(tmp_path / "back")
-    is_fused = name.startswith("phi")  # leaves as Mistral or Llama, which compute the same
+    is_fused = name.startswith("phi")  # is exported as Mistral or Llama, which compute the same
     if not is_fused:
         assert before.keys() == after.keys()
         assert all(torch.equal(after[each], tensor) for each, tensor in before.items())
@@ -89,7 +90,7 @@ def test_there_and_back_to_the_bit(tmp_path, name):
 
 
 def assert_equal_logits(told):
-    """What an import or an export says of the comparison with transformers."""
+    """An import or an export reports a comparison with transformers with a small difference."""
     line, = (one for one in told if one.startswith("logits"))
     difference, scale = re.fullmatch(
         r"logits of \d+ tokens against transformers \S+: largest difference (\S+), their scale being (\S+)", line
@@ -98,7 +99,7 @@ def assert_equal_logits(told):
 
 
 def test_an_export_in_half_precision_is_compared_in_fp32(tmp_path):
-    """Gemma's factor of embeddings would be rounded, too, where transformers reads the model in half precision."""
+    """Gemma's factor of embeddings would also be rounded if transformers read the model in half precision."""
     published("gemma3", tmp_path / "there")
     import_model(tmp_path / "there", tmp_path / "run", tell=lambda line: None)
     export(tmp_path / "run", tmp_path / "back", dtype="bf16", tell=(told := []).append)
@@ -107,7 +108,7 @@ def test_an_export_in_half_precision_is_compared_in_fp32(tmp_path):
 
 @pytest.mark.parametrize("name", ["gemma2", "gemma3"])
 def test_a_type_with_a_window_in_no_layer_is_exported(tmp_path, name):
-    """transformers makes a mask for its window, whatever layer_types says."""
+    """transformers makes a mask for the model's window, whatever layer_types says."""
     model = published(name, tmp_path / "there", layer_types=["full_attention"] * SIZES["num_hidden_layers"])
     import_model(tmp_path / "there", tmp_path / "run", tell=lambda line: None)
     export(tmp_path / "run", tmp_path / "back", tell=lambda line: None)
@@ -123,7 +124,7 @@ def test_another_family_is_refused_with_the_way_that_there_is(tmp_path):
 
 
 def test_rotary_embeddings_under_the_keys_of_transformers_4():
-    """Gemma 3's base of layers with a window has a key of its own; OLMo 3 scales the other layers alone."""
+    """Gemma 3's base of layers with a window has its own key; OLMo 3 scales only the other layers."""
     document = dict(vocab_size=61, hidden_size=24, num_hidden_layers=8, num_attention_heads=4, intermediate_size=40,
                     max_position_embeddings=32)
     gemma, _ = form_of_type("gemma3_text").read({**document, "rope_scaling": {"rope_type": "linear", "factor": 8.0}})
@@ -158,7 +159,7 @@ def test_ends_of_texts_of_a_model_whose_tokenizer_is_not_read(tmp_path):
 
 
 def test_a_run_on_imported_weights(tmp_path):
-    """It takes the model's tokenizer, on any mesh and both ways to start, and refuses another."""
+    """A run takes the model's tokenizer, with both ways to start it, and refuses another tokenizer."""
     pytest.importorskip("transformers")
     there = tmp_path / "there"
     published("qwen3", there)
@@ -209,7 +210,7 @@ def test_a_published_tokenizer_is_read_as_it_is(tmp_path):
 
 
 def test_a_tokenizer_with_words_is_not_cut(tmp_path):
-    """Llama 2's puts a space before each text that it is given, so a document is one text."""
+    """Llama 2's tokenizer adds a space before each text, so a document is encoded as one text."""
     vocab = {"<unk>": 0, "<s>": 1, "</s>": 2, "▁": 3, "a": 4, "\n": 5, "▁a": 6}
     inner = tokenizers.Tokenizer(tokenizers.models.BPE(vocab, [("▁", "a")], unk_token="<unk>", byte_fallback=False))
     inner.normalizer = tokenizers.normalizers.Sequence([

@@ -1,4 +1,5 @@
-"""What cannot be imported or exported is refused in one line, and nothing is written outside OUT, or left in it."""
+"""Models that cannot be imported or exported are refused in one line, and nothing is written outside OUT or left in
+it."""
 
 import io
 import json
@@ -29,7 +30,7 @@ from tests.errors import raises
 
 @pytest.fixture(autouse=True)
 def peerless(monkeypatch):
-    """What is refused is refused before logits are compared, or by that: transformers need not be loaded."""
+    """Refusals come before logits are compared, or from that comparison: transformers need not be loaded."""
     monkeypatch.setattr(logits, "available_memory_bytes", lambda: 0)
 
 
@@ -39,7 +40,7 @@ def tree(folder):
 
 
 def refused(tmp_path, args, code, *facts):
-    """The command fails with one line that has the `facts`, and the disk is as it was."""
+    """The command fails with one line that contains the `facts`, and the disk is unchanged."""
     before = tree(tmp_path)
     with raises(code, *facts) as caught:
         command.main([str(arg) for arg in args], standalone_mode=False)
@@ -225,7 +226,7 @@ def test_folders_without_a_model(tmp_path):
     (model / "model.safetensors").unlink()
     refused(tmp_path, ["import", model, tmp_path / "out"], "pretrained-without-weights")
     for name, told in (("model.fp16.safetensors", "Rename"), ("pytorch_model.bin.index.json", "save_pretrained"),
-                       ("model.gguf", "itself")):  # each comes before the ones above
+                       ("model.gguf", "itself")):  # each takes precedence over the ones above
         (model / name).write_text("")
         refused(tmp_path, ["import", model, tmp_path / "out"], "pretrained-without-weights", name, told)
 

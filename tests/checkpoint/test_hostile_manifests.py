@@ -1,4 +1,4 @@
-"""A manifest is believed as far as it cannot lie: what is there twice, impossible or changed is refused."""
+"""A manifest is not trusted: entries that are duplicate, impossible or changed are refused."""
 
 import json
 import os
@@ -65,7 +65,7 @@ def test_a_manifest_that_hides_something(tmp_path, one_checkpoint, change, code)
 
 
 def test_a_manifest_whose_digits_have_changed(tmp_path, one_checkpoint):
-    """White space may: a checkpoint can be looked at in an editor."""
+    """White space may change, so that a manifest can be reformatted in an editor."""
     folder = shutil.copytree(one_checkpoint, tmp_path / "step-1")
     document = json.loads((folder / MANIFEST).read_text())
     (folder / MANIFEST).write_text(json.dumps(document, indent=2))
@@ -113,7 +113,7 @@ def test_names_that_no_checkpoint_can_have(path):
 
 
 def test_settings_and_tokenizer_are_looked_for_in_the_checkpoints_own_run(tmp_path):
-    """That is the folder above, also where the checkpoint itself is named; above a copy elsewhere there is none."""
+    """That run is the folder above, also if the checkpoint itself is named; a copy elsewhere has no run above it."""
     run, copy = tmp_path / "run", tmp_path / "copies" / "one" / "step-1"
     assert run in run_folders(run / "checkpoint" / "step-1", run / "checkpoint" / "step-1")
     assert run_folders(copy, copy) == [copy]

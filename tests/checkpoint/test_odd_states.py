@@ -1,4 +1,5 @@
-"""Rare states: of users' optimizers, empty, without a place, of strangers; each is kept, or refused in words."""
+"""Rare states: of users' optimizers, empty, without a place, of foreign origin; each is kept, or refused with an
+error."""
 
 from __future__ import annotations
 
@@ -44,7 +45,7 @@ def test_numbers_of_a_users_optimizer_on_rows_and_columns(tmp_path, mesh):
 
 
 def test_going_back_to_before_a_users_optimizers_first_step(tmp_path):
-    """Which is still being written when the load begins."""
+    """The checkpoint of step 0 is still being written when the load begins."""
     def rank(world):
         engine = of_the_user(world, Mesh())
         checkpoints = Checkpoints(engine, tmp_path)
@@ -63,7 +64,7 @@ def test_going_back_to_before_a_users_optimizers_first_step(tmp_path):
 
 
 class Odd(nn.Module):
-    """A layer with something beside its weights."""
+    """A layer with an extra state in addition to its weights."""
 
     def __init__(self, empty: bool = False, buffer: torch.Tensor | None = None) -> None:
         super().__init__()
@@ -112,7 +113,7 @@ class Growing(Odd):
 
 
 def test_extra_states_come_back_as_they_were_saved(tmp_path):
-    """In training, and where a checkpoint is only computed with."""
+    """In training, and when a checkpoint is only used for inference."""
     def rank(world):
         def build():
             return Engine(nn.Sequential(Growing(), nn.Linear(4, 4)), world,
@@ -131,7 +132,7 @@ def test_extra_states_come_back_as_they_were_saved(tmp_path):
 
 
 class Extra(Odd):
-    """It has state that is no tensor."""
+    """Its extra state is not a tensor."""
 
     def get_extra_state(self):
         return {"calls": 3}
@@ -149,7 +150,8 @@ def test_what_has_no_place_is_refused(tmp_path, layer, code):
 @pytest.mark.parametrize("mesh", [Mesh(), Mesh(pipe=2)], ids=str)
 @pytest.mark.parametrize("written", [False, True])
 def test_buffers_on_one_side_only_are_refused(tmp_path, written, mesh):
-    """Of a checkpoint or of the model that it is to fill; by each rank for its own blocks, and told on all."""
+    """Buffers of only the checkpoint, or of only the model. Each rank checks its own blocks, and all ranks raise the
+    error."""
     def rank(world, has_buffer):
         layers = [nn.Linear(4, 4), nn.BatchNorm1d(4, affine=False, track_running_stats=has_buffer)]
         engine = Engine(layers, world, mesh=mesh, loss=lambda y, t: (y.sum(), 1.0))
@@ -179,7 +181,7 @@ def test_a_step_instead_of_notes_is_refused(tmp_path):
 
 
 def test_whatever_fails_in_a_writer_is_told(tmp_path, monkeypatch):
-    """On one rank, and no error of a disk: no checkpoint, and training goes on."""
+    """An error on one rank that is not a disk error: there is no checkpoint, and training continues."""
     write = files.write_part
 
     def fails(path, tensors):
@@ -198,7 +200,7 @@ def test_whatever_fails_in_a_writer_is_told(tmp_path, monkeypatch):
 
 
 def test_a_program_that_never_asks_is_warned_of_what_was_not_written(tmp_path):
-    """A second Checkpoints of the process has taken the folder; a third call comes after the end."""
+    """A second Checkpoints of the process has taken the folder; the last call comes after it is closed."""
     def work(engine):
         first, second = Checkpoints(engine, tmp_path), Checkpoints(engine, tmp_path)
         first.claim()
@@ -259,7 +261,7 @@ def test_a_link_to_a_checkpoint_goes_as_a_link(tmp_path):
 
 
 def test_generators_of_a_stranger(tmp_path):
-    """A wrong state of a generator is a CheckpointError."""
+    """An invalid state of a generator is a CheckpointError."""
     def rank(world):
         engine = engine_on(world, Mesh())
         checkpoints = Checkpoints(engine, tmp_path)
@@ -279,7 +281,8 @@ def test_generators_of_a_stranger(tmp_path):
 
 @pytest.mark.slow
 def test_a_manifest_of_many_pieces_takes_no_minutes(tmp_path):
-    """Pieces that all begin at one row are told apart by the other dim; and what no dim tells apart is refused."""
+    """Pieces that all begin at one row are distinguished by the other dim; pieces that no dim distinguishes are
+    refused."""
     count = 20_000
     pieces = tuple((0, f"p{at}", ((0, 1), (at, at + 1))) for at in range(count))
     (tmp_path / "manifest.json").write_bytes(encode(Manifest(
@@ -287,12 +290,12 @@ def test_a_manifest_of_many_pieces_takes_no_minutes(tmp_path):
         tensors={"parameter": {"x": SavedTensor(dtype="uint8", shape=(1, count), pieces=pieces)}})))
     began = time.process_time()
     read_manifest(tmp_path)
-    assert time.process_time() - began < 30.0  # of its square it would be many minutes
+    assert time.process_time() - began < 30.0  # quadratic time would be many minutes
     assert _overlap([((at, at + 3000), (3000 - at, 3001 - at)) for at in range(3000)])
 
 
 def test_what_was_frozen_is_frozen_again_and_told(tmp_path):
-    """It is part of the state; whoever wants to train it says so after the load."""
+    """Freezing is part of the state; a program that wants to train the parameter unfreezes it after the load."""
     def rank(world, frozen, thawed=False):
         model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
         model[0].requires_grad_(not frozen)

@@ -1,4 +1,4 @@
-"""A larger vocabulary than the pretrained model's: its further rows are as transformers makes them, on every mesh."""
+"""A larger vocabulary than the pretrained model's: the added rows are as transformers makes them, on every mesh."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ NEW = 272
 
 @pytest.fixture(params=KINDS)
 def folder(request, tmp_path):
-    """A model and its tokenizer, beside which lies one with further tokens."""
+    """A model and its tokenizer; another tokenizer with further tokens is next to the folder."""
     found = saved(peer(request.param, torch.float32, **KINDS[request.param]), tmp_path / "model")
     own = train_tokenizer([TEXT], 260)
     own.save(found / "tokenizer.json")
@@ -52,7 +52,7 @@ def run_on(folder, **model):
 
 
 def theirs(folder):
-    """Name there -> the parameters after transformers has resized the vocabulary."""
+    """The model of transformers after its vocabulary has been resized."""
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_pretrained(folder)
     model.resize_token_embeddings(NEW)

@@ -1,4 +1,4 @@
-"""At every way in the logits of a folder are compared with those of transformers and PEFT, once for its content."""
+"""At each entrance the logits of a folder are compared with those of transformers and PEFT, once per content."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_a_setting_that_is_left_out_is_found_at_every_way_in(folder, tmp_path, m
 
 @pytest.mark.parametrize("entrance", ENTRANCES)
 def test_adapters_beside_the_weights_are_refused_at_every_way_in(folder, tmp_path, entrance):
-    """transformers loads them with the model. A run that names them takes them."""
+    """transformers loads adapters with the model. A run that names them uses them."""
     (folder / "adapter_config.json").write_text("{}")
     with raises("pretrained-with-adapters", where=f"model {folder}"):
         ENTRANCES[entrance](folder, tmp_path)
@@ -97,7 +97,7 @@ def test_adapters_beside_the_weights_are_refused_at_every_way_in(folder, tmp_pat
 
 
 def test_a_key_that_is_not_known_here_reaches_transformers(folder, monkeypatch):
-    """As one of a later version would, that is no key of ours today."""
+    """As a key of a later version would, which Ranvier does not know today."""
     import transformers
 
     known, seen = transformers.LlamaConfig, []
@@ -130,7 +130,7 @@ def test_a_folder_is_compared_once_for_its_content(folder, tmp_path, cache, monk
     for path in (cache / "compared").iterdir():
         path.chmod(0o666)
     open_model(folder, told.append)
-    assert calls == [1, 1, 1], "anybody may have written that"
+    assert calls == [1, 1, 1], "a file that other users can write is not trusted"
 
 
 @pytest.mark.parametrize(("kind", "more"), [
@@ -184,7 +184,7 @@ def test_without_transformers_or_a_cache_a_line_says_so(folder, tmp_path, monkey
 @pytest.fixture(params=["LlamaForCausalLM", "LlamaForSequenceClassification", "GPT2LMHeadModel",
                         "BertForSequenceClassification"])
 def adapters(request, tmp_path):
-    """A base model, and adapters of PEFT on it whose layers have scales of their own."""
+    """A base model, and adapters of PEFT on it whose layers have their own scales."""
     there = pytest.importorskip("peft")
     kind = request.param
     like = kind.replace("LlamaForSequenceClassification", "LlamaForCausalLM")
@@ -240,7 +240,7 @@ def test_adapters_of_a_run_are_compared_on_its_base_model(adapters, folder, tmp_
     run = run_on(tmp_path / "base", tmp_path)
     run = replace(run, lora=Lora(adapters=there), model=replace(run.model, sequence=12))
     with pytest.raises(ranvier.RanvierError):
-        prepared(run)  # its vocabulary is smaller than the tokenizer's, which is read next
+        prepared(run)  # the model's vocabulary is smaller than that of the tokenizer, which is read next
     (source, read, config, head, *_), = seen
     assert (source.folder, read.folder, config.hidden, head) == (base.folder, there, 24, "tokens")
     told = []

@@ -1,4 +1,4 @@
-"""A checkpoint has a user's torch optimizer whole, and the objects that go with it, on every mesh."""
+"""A checkpoint contains a user's complete torch optimizer, and the objects that belong to it, on every mesh."""
 
 import warnings
 from functools import partial
@@ -30,7 +30,7 @@ SCHEDULERS = {
 
 
 def grouped(parameters, kind=torch.optim.AdamW, **options):
-    """Weights and biases apart."""
+    """An optimizer with separate groups of weights and biases."""
     groups = [[parameter for parameter in parameters if parameter.dim() == dims] for dims in (2, 1)]
     return kind([{"params": group, "weight_decay": 0.1 * (2 - place)} for place, group in enumerate(groups) if group],
                 lr=1e-2, **options)
@@ -83,7 +83,7 @@ def test_training_goes_on_as_if_never_interrupted(after, scheduled, tmp_path):
 
 
 class Transposed(nn.Module):
-    """Its weight, and so its states, do not lie in memory in the order of their elements."""
+    """Its weight, and so its states, are not in memory in the order of their elements."""
 
     def __init__(self):
         super().__init__()
@@ -150,8 +150,8 @@ def test_numbers_stay_numbers_and_tensors_stay_tensors(tmp_path):
 
 
 class OfManyKinds(torch.optim.Optimizer):
-    """Has states of other number formats than the parameter, a Python float, and a count in its groups; leaves vectors
-    alone."""
+    """Has states of other number formats than the parameter, a Python float, and a count in its groups; ignores
+    vectors."""
 
     def __init__(self, parameters):
         super().__init__([one for one in parameters if one.dim() > 1], {"lr": 0.1})
@@ -185,7 +185,7 @@ class WithNothing(Plain):
 @pytest.mark.parametrize("optimizer", [OfManyKinds, partial(torch.optim.AdamW, lr=0.1)], ids=["own", "adamw"])
 @pytest.mark.parametrize("transition", [False, True])
 def test_states_of_many_kinds(optimizer, transition, tmp_path):
-    """From rank to rank or by a checkpoint, to another mesh."""
+    """The states move to another mesh, from rank to rank or through a checkpoint."""
     def build(world, mesh):
         return Engine(chain(Transposed, WithNothing, Plain), world, mesh=mesh, seed=SEED, dtype=torch.float64,
                       optimizer=optimizer)
@@ -200,7 +200,7 @@ def test_states_of_many_kinds(optimizer, transition, tmp_path):
             checkpoints.save()
             checkpoints.wait()
             checkpoints.close()
-        engine.optimizer.state_dict()  # torch fails if looking for states has made new ones
+        engine.optimizer.state_dict()  # torch fails if the search for states has created new ones
         engine.close()
         engine = build(world, Mesh(data=2))
         if transition:
@@ -239,7 +239,7 @@ def test_other_groups_are_refused(tmp_path):
 
 @pytest.mark.parametrize("mesh", [Mesh(), Mesh(pipe=2)], ids=str)
 def test_a_group_that_is_added_later_is_added_before_the_load(mesh, tmp_path):
-    """Its settings and states had nowhere to go, and the next save failed."""
+    """Otherwise the group's settings and states have no place, and the load fails."""
     def rank(world, add, code=None):
         engine = build(world, mesh, lambda parameters: torch.optim.SGD(parameters[:1], lr=0.1, momentum=0.9))
         if add:
@@ -296,7 +296,7 @@ def test_what_cannot_be_kept_is_refused(kind, code, value, tmp_path):
 
 
 class WithAttributes(torch.optim.SGD):
-    """Their changes are those of `change`, in each step."""
+    """Has attributes of many kinds, which `change` changes in each step."""
 
     def __init__(self, parameters, change=None):
         super().__init__(parameters, lr=0.1, momentum=0.9)
@@ -354,7 +354,7 @@ class Kept:
 
 
 def through(objects, loaders, tmp_path, meshes=ONE_RANK):
-    """Save `objects(rank)` on the first mesh, load `loaders(rank)` on the second; these."""
+    """Save `objects(rank)` on the first mesh, load them into `loaders(rank)` on the second; returns these by rank."""
     def first(world):
         checkpoints = Checkpoints(build(world, meshes[0]), tmp_path, objects=objects(world.rank))
         checkpoints.save()
@@ -426,7 +426,7 @@ def test_a_state_of_other_kinds_is_refused(state, place, value, tmp_path):
 
 
 def test_a_rank_that_cannot_save_keeps_no_other_waiting(tmp_path):
-    """Nor does its next part become one of the checkpoint that it has failed to write."""
+    """Nor does its next part become part of the checkpoint that it has failed to write."""
     def rank(world):
         engine, kept = build(world, Mesh(data=2)), Kept(len if world.rank else 1)
         checkpoints = Checkpoints(engine, tmp_path, objects={"it": kept})

@@ -1,4 +1,4 @@
-"""Checkpoints are there whole or not at all; what cannot be written is told, and older ones stay."""
+"""Checkpoints are complete or absent; failures to write are reported, and older checkpoints stay."""
 
 import json
 import os
@@ -32,7 +32,7 @@ from tests.errors import raises
 
 
 def save_steps(folder, steps=1, mesh=None, **options):
-    """A checkpoint after each of `steps` steps; what was told of them."""
+    """Save a checkpoint after each of `steps` steps; returns the results of the saves."""
     def work(engine):
         checkpoints = Checkpoints(engine, folder, **options)
         told = []
@@ -46,12 +46,12 @@ def save_steps(folder, steps=1, mesh=None, **options):
 
 
 def load(folder, mesh=None, path=None):
-    """What a rank was told, and the steps that its engine has taken."""
+    """Load on each rank: the result of the load, and the steps that the engine has taken."""
     return on(mesh or Mesh(), lambda engine: (Checkpoints(engine, folder).load(path), engine.steps))[0]
 
 
 def names(folder):
-    """What is in it; temporary folders without what tells them apart."""
+    """Names of the folder's entries; temporary folders without their random part."""
     return sorted(re.sub(r"^(\.step-\d+)\..*\.tmp$", r"\1.tmp", path.name) for path in folder.iterdir()
                   if not path.name.startswith(".owner."))
 
@@ -64,7 +64,7 @@ def test_the_newest_stay_and_those_of_some_steps(tmp_path, options, kept):
 
 
 def test_newer_ones_of_another_beginning_are_told_of(tmp_path):
-    """After going back on purpose, or without a load, the next automatic resume would take what was there before."""
+    """After going back on purpose, the next automatic resume would use the newer checkpoints of the earlier course."""
     save_steps(tmp_path, 3)
     (tmp_path / "step-3" / "part-00000.safetensors").unlink()
 
@@ -78,13 +78,13 @@ def test_newer_ones_of_another_beginning_are_told_of(tmp_path):
                 checkpoints.wait()
         return [str(one.message) for one in found]
 
-    assert on(Mesh(), lambda engine: work(engine, None)) == [[]]  # a damaged one is passed over
+    assert on(Mesh(), lambda engine: work(engine, None)) == [[]]  # no warning about a damaged one
     (told,), = on(Mesh(), lambda engine: work(engine, tmp_path / "step-2"))
     assert "step-3 is saved next to newer checkpoints" in told and ": step-4 in" in told
 
 
 def test_damaged_ones_do_not_count_as_kept(tmp_path, monkeypatch):
-    """The run goes on from before them, and cannot write one of them again: what is whole must stay for that."""
+    """The run resumes from before them, and fails to write one of them again, so the undamaged checkpoint must stay."""
     save_steps(tmp_path, 4, keep=4)
     for step in (3, 4):
         (tmp_path / f"step-{step}" / "part-00000.safetensors").unlink()
@@ -113,7 +113,7 @@ def test_damaged_ones_do_not_count_as_kept(tmp_path, monkeypatch):
 
 
 def test_training_goes_on_while_it_is_written(tmp_path, monkeypatch):
-    """The writer is held up; steps are taken meanwhile; what is written is the state at the call."""
+    """The writer is delayed while steps are taken; the written state is that at the call."""
     hold, write = threading.Event(), files.write_part
 
     def held_up(path, tensors):
@@ -128,7 +128,7 @@ def test_training_goes_on_while_it_is_written(tmp_path, monkeypatch):
         checkpoints.save()
         train(engine, 2)
         assert checkpoints.written() == [] and not (tmp_path / "held up" / "step-1").exists()
-        checkpoints.broadcast_from_rank0("")  # not before the other rank has looked, too
+        checkpoints.broadcast_from_rank0("")  # not before the other rank has also looked
         hold.set()
         return checkpoints.wait()
 
@@ -139,7 +139,8 @@ def test_training_goes_on_while_it_is_written(tmp_path, monkeypatch):
 
 
 def test_gradients_that_no_step_has_applied_are_told_of(tmp_path):
-    """Files have none: a run that resumes between two batches of one step goes on without the first one's."""
+    """Checkpoints have no gradients: a run that resumes between two batches of one step loses those of the first
+    batch."""
     def rank(world):
         model, loss = torch.nn.Linear(2, 1), (lambda outputs, targets: (outputs.sum(), targets.numel()))
         x, said = [(torch.ones(1, 2), torch.ones(1, 1))], []
@@ -167,8 +168,8 @@ def test_gradients_that_no_step_has_applied_are_told_of(tmp_path):
 
 
 def test_without_a_background_training_waits_and_nothing_is_copied(tmp_path, monkeypatch):
-    """The same files are there when `save` returns, but for the name that they get when all ranks have written; what a
-    rank cannot write is told as ever."""
+    """When `save` returns, the same files exist, except for the name that they get when all ranks have written; errors
+    of a rank are reported as usual."""
     threads, write = [], files.write_part
 
     def noted(path, tensors):
@@ -193,7 +194,7 @@ def test_without_a_background_training_waits_and_nothing_is_copied(tmp_path, mon
         stall_seconds = direct.save()
         assert 0 < stall_seconds <= time.monotonic() - began
         assert rank in threads and direct.host_bytes == 0
-        train(engine, 1)  # what is written is the state at the call
+        train(engine, 1)  # the written state is that at the call
         assert [one.error for one in direct.wait()] == [None]
         direct.save()
         return [one.error for one in direct.wait()]
@@ -203,7 +204,7 @@ def test_without_a_background_training_waits_and_nothing_is_copied(tmp_path, mon
 
 
 def test_a_second_one_waits_for_the_first(tmp_path, monkeypatch):
-    """None leaves keys in the store, in which ranks tell of their parts."""
+    """No save leaves keys in the store, through which ranks report their parts."""
     monkeypatch.setattr(files, "retain", lambda *args, **options: None)
 
     def work(engine):
@@ -222,11 +223,11 @@ def test_a_second_one_waits_for_the_first(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("when", ["part", "manifest", "rename"])
 def test_a_run_that_dies_leaves_nothing_half_done(tmp_path, monkeypatch, when):
-    """Whatever the moment, older checkpoints are whole and the next start clears the rest away."""
+    """At any moment, older checkpoints are complete, and the next start removes the rest."""
     save_steps(tmp_path, 1)
 
     class Dies(BaseException):
-        """Nothing catches it: the thread is gone, as with its process."""
+        """Nothing catches it, so the thread ends as if its process had died."""
 
     def die(*args, **options):
         raise Dies
@@ -262,14 +263,14 @@ def test_a_folder_of_results_of_a_killed_writer_is_removed_by_the_next(tmp_path)
     left = tmp_path / f".out.{'0a' * 6}.tmp"
     left.symlink_to("nowhere")
     with files.new_folder(tmp_path / "out", 0):
-        assert left.is_symlink(), "what cannot be opened is no reason to write nothing"
+        assert left.is_symlink(), "a leftover that cannot be opened does not prevent writing"
     (tmp_path / "out").rmdir()
     left.unlink()
     left.mkdir()
     with files.new_folder(tmp_path / "out", 0) as first:
         assert not left.exists()
         with raises("output-exists"), files.new_folder(tmp_path / "out", 0) as second:
-            assert {first, second} == set(tmp_path.iterdir()), "one that is still written stays"
+            assert {first, second} == set(tmp_path.iterdir()), "a folder that is still being written stays"
             (tmp_path / "out").write_bytes(b"")
         (tmp_path / "out").unlink()
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
@@ -313,7 +314,7 @@ def test_a_folder_that_cannot_be_made(tmp_path):
 
 
 def test_a_folder_that_one_rank_cannot_write_to_is_refused_before_the_first_checkpoint(tmp_path, monkeypatch):
-    """As where one machine has it mounted read-only: rank 0 alone would find nothing wrong."""
+    """For example if one machine has it mounted read-only: rank 0 alone would not notice."""
     write = files.try_to_write
 
     def read_only(path):
@@ -351,7 +352,7 @@ def elsewhere(number):
 
 
 def test_a_folder_of_another_program_is_left_alone(tmp_path, monkeypatch):
-    """Nothing of it is cleared away; what it has written can be read under its name."""
+    """None of its files are removed; its checkpoints can be loaded by their names."""
     monkeypatch.setitem(Lease.acquire.__kwdefaults__, "wait_seconds", 0.2)
     save_steps(tmp_path, 1)
     theirs = Lease.acquire([tmp_path], owner=elsewhere(1), heartbeat_seconds=0.05, expiry_seconds=0.2)
@@ -365,13 +366,13 @@ def test_a_folder_of_another_program_is_left_alone(tmp_path, monkeypatch):
 
 
 def test_a_program_that_has_lost_its_folder_publishes_and_removes_nothing(tmp_path, monkeypatch):
-    """It stood still while another one took the folder, cleared away what was half written, and went on."""
+    """The program is suspended while another one takes the folder and removes incomplete files, and then continues."""
     write, taken = files.write_part, []
 
     def overtaken(path, tensors):
         written = write(path, tensors)
         if ".step-3." in str(path) and not taken:
-            taken.append(Lease.acquire([tmp_path]))  # in one process the last one has it
+            taken.append(Lease.acquire([tmp_path]))  # within one process the latest lease is the owner
             files.clear_leftovers(tmp_path)
         return written
 
@@ -387,7 +388,7 @@ def test_a_program_that_has_lost_its_folder_publishes_and_removes_nothing(tmp_pa
 
 @pytest.mark.parametrize("moment", ["before the old one is moved", "between the two renames"])
 def test_a_folder_that_is_lost_in_the_middle_of_a_publication(tmp_path, monkeypatch, moment):
-    """A checkpoint of the same step, which was to be replaced, keeps its name."""
+    """The checkpoint of the same step that was to be replaced keeps its name."""
     save_steps(tmp_path, 1)
     before = (tmp_path / "step-1" / MANIFEST).read_bytes()
     verified = []
@@ -422,7 +423,8 @@ def test_checkpoints_let_go_of_their_folder_when_they_are_closed(tmp_path):
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_save_without_a_store_has_failed(tmp_path, rank):
-    """The launcher that kept it was killed: nobody knows what the others have written. Nothing takes that for saved."""
+    """The launcher that kept the store was killed, so the parts of other ranks are unknown. No checkpoint counts as
+    saved."""
     def work(engine):
         checkpoints = Checkpoints(engine, tmp_path, timeout_seconds=1.0)
         checkpoints.claim()
@@ -445,7 +447,7 @@ def test_a_save_without_a_store_has_failed(tmp_path, rank):
 
 
 def limited_part(path, tensors):
-    """On one rank, as on a full disk: the kernel refuses what goes beyond a size (of all threads of this process)."""
+    """On one rank, as on a full disk: the kernel refuses writes beyond a file size (in all threads of this process)."""
     if path.name != "part-00001.safetensors":
         return _write_part(path, tensors)
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -460,7 +462,8 @@ _write_part = files.write_part
 
 
 def test_a_file_that_cannot_grow(tmp_path, monkeypatch):
-    """One rank's failure is everybody's: no checkpoint, nothing left of it, older ones whole; the next one works."""
+    """A failure of one rank is one of all ranks: no checkpoint and no leftovers, older ones intact; the next save
+    works."""
     save_steps(tmp_path, 1)
     with monkeypatch.context() as patch:
         patch.setattr(files, "write_part", limited_part)
@@ -499,7 +502,7 @@ def test_a_full_disk(tmp_path):
 
 
 def test_later_ones_that_are_damaged_do_not_count_as_kept(tmp_path):
-    """A run that went on from step 1 keeps what it writes, although there are newer names."""
+    """A run that resumed from step 2 keeps what it writes, although there are newer names."""
     save_steps(tmp_path, 5, keep=4)
     for step in (3, 4, 5):
         (tmp_path / f"step-{step}" / MANIFEST).write_text("{")
@@ -546,7 +549,7 @@ def test_one_that_never_may_is_left_when_it_is_closed(tmp_path):
 
 
 def late_part(tmp_path, monkeypatch, then):
-    """What rank 0 is told where the thread of rank 1 does `then(engine, write)` instead of writing its part."""
+    """Results on rank 0 if the thread of rank 1 calls `then(engine, write)` instead of writing its part."""
     init = Board.__init__
     monkeypatch.setattr(Board, "__init__", lambda self, store, rank, mesh, **more: init(
         self, store, rank, mesh, **{**more, "interval_seconds": 0.05}))
@@ -574,7 +577,7 @@ def test_a_rank_that_takes_long_for_its_part_is_waited_for(tmp_path, monkeypatch
 
 
 def test_parts_that_rank_0_cannot_see(tmp_path, monkeypatch):
-    """Machines that have a folder each, though of one name."""
+    """For example if each machine has its own folder of the same name."""
     def elsewhere(path, tensors):
         return _write_part(path.with_name("part-00009.safetensors"), tensors)
 
@@ -638,7 +641,7 @@ def test_another_model(tmp_path):
 
 
 def changed(tmp_path, change):
-    """Load what `change` has made of a manifest."""
+    """Load a checkpoint after `change` has modified its manifest."""
     document = json.loads((tmp_path / "step-1" / MANIFEST).read_text())
     change(document)
     write_manifest(tmp_path / "step-1", document)
@@ -715,7 +718,7 @@ def test_a_state_that_cannot_be_cut(tmp_path):
 
 
 def test_who_closes_early_leaves_no_thread(tmp_path, monkeypatch):
-    """Another rank never says that its part is there, as when it has died."""
+    """Another rank never reports its part, as if it had died."""
     write = module.Checkpoints._write
     monkeypatch.setattr(module.Checkpoints, "_write",
                         lambda self, job: write(self, job) if self._rank == 0 else None)
