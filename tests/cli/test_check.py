@@ -62,7 +62,7 @@ def test_an_open_mesh_that_cannot_be_planned_is_no_problem_of_its_own():
 
 @pytest.mark.parametrize(("flag", "most"), [("mesh__col", 4), ("model__heads", 128), ("model__kv_heads", 4)])
 def test_a_number_far_beyond_the_model_is_refused_at_once(flag, most):
-    """No loop counts down from it."""
+    """No loop counts down from the number."""
     run = resolve(run_with(**{"model__family": "llama", flag: str((1 << 62) - 1)}))
     found = [*rules.divisibility_problems(run), *llama.problems(run.model)]
     assert most in [one.settings.get(flag.replace("__", ".").replace("_", "-")) for one in found]
@@ -147,14 +147,14 @@ def test_stages_and_memory():
         owned = row.num_parameters - (tied if row.stage == 1 else 0)
         assert (entry.pipeline_rank, entry.ranks) == (row.stage, 2)
         assert entry.device["parameters"] == entry.device["gradients"] == 8 * row.num_parameters
-        assert (entry.device["moments"], entry.device["master"]) == (16 * owned, 0), "the first stage owns the tied one"
+        assert (entry.device["moments"], entry.device["master"]) == (16 * owned, 0), "stage 0 owns the tied table"
         assert entry.device_bytes > 16 * row.num_parameters + 16 * owned
 
 
 @pytest.mark.parametrize(("task", "data", "scheme"), covering(
     [("classification", "sst2"), ("qa", "squad"), ("images", "cifar10")], ["stationary", "summa", "megatron"]))
 def test_stages_and_memory_of_other_families(task, data, scheme):
-    """Their carried states are dicts, or their inputs images."""
+    """The carried states of these families are dicts, or their inputs are images."""
     rows = {} if scheme == "megatron" else {"mesh__row": "2"}
     report = check.check(run_with(data__task=task, data__train=data, mesh__pipe="2", mesh__col="2",
                                   tensor__scheme=scheme, memory__recompute="1", **rows))
@@ -173,7 +173,7 @@ def test_memory_follows_the_microbatches_in_flight():
     assert activations(pipeline__policy="1f1b") == [(4 - stage) * size for stage, size in enumerate(one)]
     assert activations(pipeline__memory="none") == [(4 - stage) * size for stage, size in enumerate(one)]
     assert activations(pipeline__memory="none", batch__global_size="8") == [2 * size for size in one[:3]] + one[3:]
-    assert activations()[0] > 4 * one[0], "beside a process that needs most of the memory"
+    assert activations()[0] > 4 * one[0], "next to a process that uses most of the memory"
 
 
 def test_any_number_of_ranks_on_a_laptop():
@@ -242,7 +242,7 @@ def test_what_all_ranks_would_need_here():
 
 
 def test_exposed_bytes_of_the_tensor_mesh_on_cuda(monkeypatch):
-    """As many as counted by running layers, but for the small sums of norms."""
+    """As many as counted by running layers, except for the small sums of norms."""
     monkeypatch.setattr(exposed, "LAYERS", 2)
     for scheme, sharding, recompute in (("stationary", "false", "1"), ("megatron", "false", "none")):
         flags = {"mesh__col": "8", "model__hidden": "1024", "model__heads": "8", "model__sequence": "4096",
@@ -296,7 +296,7 @@ def test_auto_that_cannot_be(flags, ranks, code, facts):
     assert isinstance(run, ResolvedRun)
     report = check.check(run_with(**flags), ranks)
     assert found[0].what in {problem.what for problem in report.problems}
-    assert report.stages is None and report.memory == () and report.machine is None  # of a mesh that nobody asked for
+    assert report.stages is None and report.memory == () and report.machine is None  # no mesh to describe
 
 
 def test_a_microbatch_that_rows_do_not_divide_comes_with_one_that_they_do():
@@ -343,7 +343,7 @@ LLAMA = {"model__preset": "llama-2-7b", "model__family": "llama", "precision": "
 
 
 def test_the_memory_of_a_cluster_is_compared_instead_of_this_machine():
-    """As `plan` predicts it: on GPUs, on 80 GB, whatever this machine is."""
+    """Memory is as `plan` predicts it: on GPUs with 80 GB, whatever this machine is."""
     run = run_with(**LLAMA, batch__microbatch_size="2")
     found = search(with_plan(run, 16)[0], load_cluster("h100"), 16, ["in-flight"]).best[0]
     report = check.check(replace(found.run, launch=run.launch), 16, cluster="h100")

@@ -40,7 +40,7 @@ def tiny(tmp_path):
                                    ["generate", "{}", "--prompt", "a"], ["evaluate", "{}"],
                                    ["check", "gpt-tiny", "--model.pretrained", "{}"]], ids=" ".join)
 def test_a_path_that_cannot_be_looked_up_is_an_error_of_the_user(words, capsys):
-    """Such as one whose name is too long, or one below a folder that this user may not enter."""
+    """For example a name that is too long, or a path below a folder that this user may not enter."""
     path = f"/{'n' * 300}"
     assert run_command([*(word.format(path) for word in words), "--json"]) == 2
     error, = json.loads(capsys.readouterr().out)["errors"]
@@ -60,7 +60,7 @@ def test_the_home_of_no_user_is_no_bug(words, capsys):
 
 @pytest.mark.parametrize("number", [errno.EMFILE, errno.ENOSPC, errno.EIO, errno.EISDIR, errno.EEXIST, errno.ENOTDIR])
 def test_other_errors_of_files_keep_their_traceback(number, monkeypatch):
-    """A leak of file descriptors, a full disk, a folder that is opened as a file: none is the fault of a name."""
+    """A leak of file descriptors, a full disk, a folder that is opened as a file: none is caused by a wrong name."""
     def fail(**settings):
         raise OSError(number, "it fails", "some/file")
 
@@ -176,11 +176,12 @@ def test_check_finds_everything_at_once(capsys):
         assert problem["message"] and problem["remedy"]
 
 
-@pytest.mark.parametrize(("recipe", "columns"), first(  # the one with most lines, and that with the longest
+@pytest.mark.parametrize(("recipe", "columns"), first(  # the recipes with the most and the longest lines
     [("gpt-tiny", "100"), ("gpt-12b", "80"), ("llama-tiny", "80")], [("gpt-tiny", "100"), *(
         (one, "80") for one in read.recipe_names() if one not in ("bert-sentiment", "vit-cifar10", "smollm2-sft"))]))
 def test_check_is_within_thirty_lines(capsys, monkeypatch, recipe, columns):
-    """The verdict first, then memory, then what differs from the defaults. The other recipes need pretrained models."""
+    """The verdict comes first, then memory, then the settings that differ from the defaults. The other recipes need
+    pretrained models."""
     monkeypatch.setenv("COLUMNS", columns)
     assert run_command(["check", recipe]) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -195,7 +196,7 @@ def test_check_for_people(capsys):
                  r"stage  blocks  parameters  ranks +MiB",
                  r"^no problems found\nwarning: train\.warmup-steps", "settings have their defaults"):
         assert re.search(text, out), text
-    assert "comm.transport" not in out and "train.epochs" not in out  # steps overrule no epochs that are set
+    assert "comm.transport" not in out and "train.epochs" not in out  # steps override no epochs that are set
     assert run_command(["check", "gpt-tiny", "--ranks", "4", "--all"]) == 0
     assert re.search(r"comm\.transport +auto +default", capsys.readouterr().out)
     assert run_command(["check", "gpt-tiny", "--ranks", "5"]) == 2
@@ -218,8 +219,8 @@ def test_doctor_finds_fault(capsys, monkeypatch):
 
 
 def test_a_run_that_compiles_nothing_does_not_import_the_compiler(tmp_path, tiny):
-    """It takes longer to import than torch, and sympy half as long. Stand-ins for both are there only while blocks are
-    counted, and then do what the modules do."""
+    """The import of the compiler takes longer than that of torch, and that of sympy half as long. Stand-ins for both
+    exist only while blocks are counted, and behave like the modules."""
     args = ["train", "gpt-tiny", "--quiet", "--mesh.data", "1", "--mesh.pipe", "1", *tiny]
     program = ("import sys\n"
                "from ranvier.cli.main import run_command\n"
@@ -235,7 +236,7 @@ def test_a_run_that_compiles_nothing_does_not_import_the_compiler(tmp_path, tiny
                "    import sympy as early\n"
                "    from torch.fx.experimental.symbolic_shapes import guard_or_false, is_nested_int, sym_eq\n"
                "    assert sym_eq((2, 3), [2, 3]) and not sym_eq((2, 3), (2, 4)) and not isinstance(1, early.Basic)\n"
-               "    assert not is_nested_int(2.0)\n"  # what is no size is torch's to answer, which is imported then
+               "    assert not is_nested_int(2.0)\n"  # not a size: torch, now imported, answers
                "    from torch._dynamo.utils import counters\n"
                "    assert torch._dynamo.__file__ and torch._dynamo.utils.counters is counters\n"
                "import sympy\n"
@@ -267,7 +268,7 @@ def test_training_leaves_its_results_in_its_folder_only(tmp_path, tiny):
     (page,) = re.findall(r'id="data">(.*?)</script>', (run_dir / "report.html").read_text(), re.DOTALL)
     origins = {name: origin for name, _, _, origin in json.loads(page)["settings"]}
     assert (origins["mesh.pipe"], origins["comm.transport"], origins["train.eval-every"]) == (
-        "auto", "flag", "recipe gpt-tiny"), "as ranks have it whose mesh auto chose before they were started"
+        "auto", "flag", "recipe gpt-tiny"), "as for ranks whose mesh auto chose before they were started"
 
     again = ranvier("train", run_dir / "run.toml", "--mesh.pipe", 1, "--pipeline.boundaries", "none",
                     "--pipeline.deferred", "none", cwd=tmp_path)
@@ -286,7 +287,7 @@ def test_the_ranks_command_says_what_auto_chose():
 
 @pytest.mark.slow
 def test_an_error_of_the_ranks_is_one_line(tmp_path, tiny):
-    """With --quiet it is all that is printed."""
+    """With --quiet nothing else is printed."""
     done = ranvier("train", "gpt-tiny", "--quiet", "--mesh.data", 1, "--mesh.pipe", 2,
                    "--comm.transport", "torch", *tiny, "--data.corpus", tmp_path / "missing",
                    "--run-dir", tmp_path / "run")
@@ -412,7 +413,7 @@ def test_ctrl_c_during_the_imports_has_no_traceback(monkeypatch):
 
 
 def test_what_concerns_all_ranks_is_told_once(monkeypatch, capsys):
-    """By the process that starts local ranks, and by rank 0 under another launcher."""
+    """The process that starts local ranks prints it, or rank 0 under another launcher."""
     for launcher, rank, is_told in ((None, 0, True), ("local", 0, False), ("torchrun", 0, True),
                                     ("torchrun", 1, False)):
         started = launcher and Started(launcher=launcher, rank=rank, size=2)

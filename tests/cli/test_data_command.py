@@ -1,4 +1,4 @@
-"""`ranvier data prepare`: what it writes is what runs read, whatever the number of processes."""
+"""`ranvier data prepare` writes what runs read, with any number of processes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What people type first: names of other programs, a model without data, a folder in the place of a recipe."""
+"""What people type first: names from other programs, a model without data, a folder instead of a recipe."""
 
 import json
 
@@ -53,7 +53,7 @@ def test_a_presets_bf16_is_for_devices(capsys, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert checked() == ("fp32", "preset smollm2-135m, on a CPU")
     assert checked("--precision", "bf16") == ("bf16", "flag")
-    assert checked("--cluster", "h100") == ("bf16", "preset smollm2-135m"), "which is not this machine"
+    assert checked("--cluster", "h100") == ("bf16", "preset smollm2-135m"), "the cluster is not this machine"
 
 
 def test_a_folder_in_hugging_face_format_is_a_recipe(tmp_path, capsys):
@@ -132,7 +132,7 @@ def test_a_folder_never_trains_on_text_that_nobody_named(tmp_path, capsys, more)
 
 
 def test_what_a_preset_lacks_is_told_before_it_is_started(tmp_path, capsys):
-    """`check` finds no problems in it, and a plan writes it as a run file: neither needs data, as the run does."""
+    """`check` finds no problems in a preset, and a plan writes it as a run file: unlike the run, neither needs data."""
     tiny = ["llama-3.2-1b", "--model.num-layers", "1", "--model.sequence", "64", "--batch.global-size", "8"]
     out = str(tmp_path / "run.toml")
     for command in (["check", *tiny, "--ranks", "1", "--cluster", "h100"],

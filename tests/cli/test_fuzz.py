@@ -1,4 +1,4 @@
-"""Whatever a file or a command line says, it is resolved or refused in words; nothing else is raised."""
+"""Any file or command line is resolved or refused with a RanvierError; nothing else is raised."""
 
 from datetime import date
 

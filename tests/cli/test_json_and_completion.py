@@ -51,7 +51,7 @@ def test_each_command_prints_one_document(run, tmp_path, monkeypatch, capfd):
 
 
 def test_quiet_commands_print_nothing(run, tmp_path, monkeypatch, capfd):
-    """Those that write files; with --json the document alone is left, on standard output."""
+    """Commands that write files; with --json only the document is printed, on standard output."""
     monkeypatch.chdir(tmp_path)
     one = tiny(run, data__cache_dir=tmp_path / "cache")
     for command_line in (["data", "prepare", *one],
@@ -63,7 +63,7 @@ def test_quiet_commands_print_nothing(run, tmp_path, monkeypatch, capfd):
     again, code = document(capfd, "export", tmp_path / "run", tmp_path / "again", "--quiet")
     assert (again, code) == ({"written": str(tmp_path / "again")}, 0)
     with_quiet = {name for name, one in command.commands.items() if any(param.name == "quiet" for param in one.params)}
-    assert with_quiet == {"train", "export", "import", "resize"}  # and data prepare: the others only answer
+    assert with_quiet == {"train", "export", "import", "resize"}  # and data prepare: the others only print
 
 
 @pytest.mark.parametrize(("args", "where", "what"), [

@@ -118,7 +118,7 @@ def nothing(): pass
 
 @pytest.fixture
 def own(tmp_path, monkeypatch):
-    """A folder with the module `own`, from which the command is started."""
+    """A folder with the module `own`, in which the command is started."""
     load_object.cache_clear()
     families._outline.cache_clear()
     (tmp_path / "own.py").write_text(OWN)
@@ -266,7 +266,7 @@ def test_a_corpus_of_ones_own(own):
     assert [document.text for document in corpus.documents(5)] == ["words"] and corpus.is_path
     assert not names_corpus("imdb:plain_text"), "a data set of Hugging Face"
     Path("own:Pages").write_text("text of a file")
-    assert not names_corpus("own:Pages"), "a file that is there comes first"
+    assert not names_corpus("own:Pages"), "an existing file takes precedence"
 
 
 def test_only_module_and_name_are_an_object():

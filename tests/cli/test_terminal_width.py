@@ -47,9 +47,9 @@ def test_what_a_command_prints_fits_80_columns_and_hides_nothing(capsys, monkeyp
     wide = printed(capsys, *words)
     monkeypatch.setenv("COLUMNS", "80")
     narrow = printed(capsys, *words)
-    assert max(len(line) for line in narrow.splitlines() if "/" not in line) <= 80, "but for paths, which are whole"
-    assert max(map(len, wide.splitlines())) > 80, "nothing is broken here without need"
-    assert len(numbers(wide) ^ numbers(narrow)) <= 2, "but for the machine's free memory"
+    assert max(len(line) for line in narrow.splitlines() if "/" not in line) <= 80, "except paths, which are complete"
+    assert max(map(len, wide.splitlines())) > 80, "nothing is broken without need"
+    assert len(numbers(wide) ^ numbers(narrow)) <= 2, "except for the machine's free memory"
     assert "…" not in narrow and "\x1b" not in narrow
 
 
@@ -62,7 +62,7 @@ def test_tables_in_a_pipe_fit_80_columns_and_sentences_stay_lines(capsys):
 
 
 def test_the_width_is_that_of_columns(monkeypatch):
-    assert terminal_width() == 80, "of a file"
+    assert terminal_width() == 80, "the width for a file"
     for text, width in (("120", 120), ("3", 40), ("many", 80)):
         monkeypatch.setenv("COLUMNS", text)
         assert terminal_width() == width
@@ -164,14 +164,14 @@ def test_a_terminal_without_cursor_has_the_plain_console(monkeypatch):
 
 
 def test_the_memory_of_many_stages_fits_80_columns():
-    """Of the report after a run, and of the error when memory runs out."""
+    """In the report after a run, and in the error when memory runs out."""
     _, layer = read.load("gpt-12b")
     run = resolve(replace(read.merge([layer]).run, mesh=Mesh(data=1, pipe=12)))
     predicted = laid_out(run)[1]
     measured = [{"device": dict(entry.device), "host": dict(entry.host)} for entry in predicted]
     text = memory.report_text(predicted, measured, stage_of=lambda rank: rank)
     assert max(map(len, text.splitlines())) <= 80 and "stage 11" in text
-    assert text.count("device in all") == 4, "three stages beside each other"
+    assert text.count("device in all") == 4, "three stages next to each other"
     error = memory.explain_out_of_memory(MemoryError("no room"), run, where="rank 0")
     table = str(error).partition("In this order")[0]
     assert max(map(len, table.splitlines())) <= 80 and "activations" in table
