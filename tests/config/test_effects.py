@@ -1,4 +1,5 @@
-"""Settings that have no effect: the table has every setting, and is right; only who has chosen a value is told."""
+"""Settings without effect: the table has every setting, and is right; only values that a user has chosen give
+warnings."""
 
 import io
 import json
@@ -123,7 +124,7 @@ def texts(folder):
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """Runs of which most settings that have a condition have no effect in one or the other."""
+    """Runs in which most settings that have a condition have no effect in one of them."""
     folder = tmp_path_factory.mktemp("effects")
     texts(folder)
     gpt = Transformer(num_layers=2, hidden=16, heads=2, vocab=300, sequence=16)
@@ -149,7 +150,7 @@ def runs(tmp_path_factory):
 
 
 def numbers(run, folder):
-    """What a run comes to, but for times."""
+    """Results of a run, without times."""
     run = replace(run, run_dir=folder)
     run_ranks(lambda world: train(run, "tiny", world, stream=io.StringIO()), run.mesh.size, timeout_seconds=120)
     steps = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
@@ -159,7 +160,7 @@ def numbers(run, folder):
 
 
 def idle(run):
-    """The settings on which nothing depends in `run`, by the table."""
+    """The settings that have no effect in `run`, by the table."""
     return [name for name, reason in TABLE.items() if reason(run) is not None]
 
 
@@ -192,10 +193,10 @@ def flags(**values):
 
 def test_only_values_of_a_user_are_told(tmp_path):
     shipped = read.load("gpt-12b")[1]
-    assert warned(shipped, flags(precision="fp32")) == [], "nobody has chosen the recipe's optim.accumulate"
+    assert warned(shipped, flags(precision="fp32")) == [], "the user has not chosen the recipe's optim.accumulate"
     assert warned(shipped, flags(precision="fp32", optim__accumulate="half")) == ["optim.accumulate"]
     assert warned(flags(optim__momentum="0.9")) == ["optim.momentum"], "though it is the default"
-    assert warned(flags(optim__shard="false", elastic__cache="false")) == [], "they ask for nothing"
+    assert warned(flags(optim__shard="false", elastic__cache="false")) == [], "these values ask for nothing"
     own = tmp_path / "run.toml"
     read.write(replace(Run(optim=Optim(momentum=0.5)), run_dir=tmp_path), own)
     assert warned(read.load(str(own))[1]) == [], "a run's own file has all values"

@@ -1,4 +1,4 @@
-"""Each name that a setting lists has an object, whichever file finds it."""
+"""Each name that a setting lists has an object, whichever file looks it up."""
 
 from pathlib import Path
 
@@ -52,6 +52,6 @@ def test_a_listed_name_without_an_object():
 
 
 def test_each_family_does_a_task():
-    """One that no task lists is refused with every task."""
+    """A family that no task lists would be refused with every task."""
     listed = {family for form in SHIPPED.values() for family in (form.family, *form.others)}
     assert listed == {*names("model.family")} - {"auto"}

@@ -68,7 +68,7 @@ def test_a_checkpoint_names_no_code_with_any_switch():
 def test_a_data_set_with_a_configuration_is_no_code(module):
     path = module / "x.toml"
     path.write_text('[data]\ncorpus = "imdb:plain_text"')
-    (module / "imdb").mkdir()  # a folder, and no package
+    (module / "imdb").mkdir()  # a folder, not a package
     merged, refused = problems_of(read.load(str(path))[1])
     assert merged.run.data.corpus == "imdb:plain_text" and not refused
 

@@ -1,4 +1,4 @@
-"""Presets are the published models: their numbers of parameters, and what overrides what."""
+"""Presets are the published models: their numbers of parameters, and which settings override others."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ PARAMETERS = {
     "gemma-2-27b": 27_227_128_320,
     "olmo-2-1b": 1_484_916_736, "olmo-2-7b": 7_298_617_344, "olmo-2-13b": 13_716_198_400,
     "smollm2-135m": 134_515_008, "smollm2-360m": 361_821_120, "smollm2-1.7b": 1_711_376_384}
-"""As the models' pages say."""
+"""Numbers of parameters according to the models' pages."""
 
 
 def run_of(name, **flags):

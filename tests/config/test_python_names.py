@@ -1,4 +1,4 @@
-"""Settings in errors, in the words of whoever reads them: arguments for Python, flags for the command."""
+"""Settings in errors, under the names that the reader uses: arguments in Python, flags of the command."""
 
 import pickle
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Layers, origins, and a clear problem for each value that does not fit."""
+"""Layers, origins, and a clear problem for each invalid value."""
 
 import dataclasses
 import os
@@ -68,7 +68,7 @@ def test_each_wrong_value_is_one_problem(tree, where, message):
     found = resolved(tree)
     assert [(problem.where, problem.what) for problem in found.problems] == [(where, message)]
     assert found.problems[0].remedy
-    assert found.run == Run(), "the layer below stands in"
+    assert found.run == Run(), "the layer below is used instead"
 
 
 @pytest.mark.parametrize(("tree", "code", "where"), [
@@ -101,7 +101,7 @@ def test_names_that_no_file_can_have(text):
 
 
 def test_home_folders_of_paths(monkeypatch):
-    """In a file, where no shell has replaced them, too. A user who does not exist has none."""
+    """`~` is also expanded in a file, where no shell replaces it. A user who does not exist has no home folder."""
     monkeypatch.setenv("HOME", "/home/someone")
     found = resolved({"run_dir": "~/runs", "data": {"cache_dir": "~nosuchuser/cache"}})
     assert str(found.run.run_dir) == "/home/someone/runs"
@@ -126,7 +126,7 @@ def test_capitals_are_understood_in_the_remedy():
 
 @pytest.mark.parametrize(("name", "text", "meant"), [
     ("data.max_bytes", "8M", 8_000_000), ("data.max_bytes", "4MiB", 4 << 20), ("train.steps", "1k", 1000),
-    ("optim.bucket_size", "4MiB", ...), ("train.steps", "8B", ...), ("lora.dropout", "8M", ...),  # bytes of what?
+    ("optim.bucket_size", "4MiB", ...), ("train.steps", "8B", ...), ("lora.dropout", "8M", ...),  # not numbers of bytes
     ("train.steps", f"{'1' * 5000}k", ...), ("optim.bucket_size", "4Mi", 4 << 20),
     ("comm.timeout_seconds", "5m", 300), ("comm.timeout_seconds", "2 h", 7200), ("checkpoint.every", "10m", ...),
     ("precision", "float16", "fp16"), ("precision", "BF16-mixed", "bf16"), ("data.corpus", "8M", None)])
@@ -162,7 +162,7 @@ def test_a_file(tmp_path):
 
 
 def test_the_folder_of_a_run_goes_on(tmp_path):
-    """Also where it has been moved, and no value of it counts as the user's."""
+    """Also if it has been moved. None of its values count as the user's."""
     (tmp_path / "run.toml").write_text('seed = 3\nrun_dir = "elsewhere"\n')
     name, layer = read.load(str(tmp_path))
     found = read.merge([layer]).run
@@ -171,7 +171,7 @@ def test_the_folder_of_a_run_goes_on(tmp_path):
 
 
 def test_a_run_on_other_stages_has_limits_of_its_own(tmp_path):
-    """Those in its run.toml are of the mesh that it had."""
+    """The limits in its run.toml are those of its earlier mesh."""
     (tmp_path / "run.toml").write_text(
         'run_dir = "elsewhere"\n[mesh]\ndata = 2\npipe = 2\n[pipeline]\nboundaries = [5]\nin_flight = 2\n'
         "deferred = [1, 1]\ndefer_last = 2\n[launch]\nthreads = 3\n")
@@ -193,11 +193,11 @@ def test_a_run_on_other_stages_has_limits_of_its_own(tmp_path):
     assert pipeline(**{"mesh.pipe": "3", "pipeline.boundaries": "2,4"}).boundaries == (2, 4)
     users = read.merge([dataclasses.replace(layer, is_users=True),
                         read.Layer(origin="flag", values={"mesh.pipe": "4"}, is_text=True)])
-    assert users.run.pipeline == kept  # a user chose them, and is told what does not fit
+    assert users.run.pipeline == kept  # values that a user chose are kept, and checked later
 
 
 def test_a_run_begins_with_an_imported_folder(tmp_path):
-    """Its run.toml names no folder: the run has one of its own, and the imported weights."""
+    """The run.toml of an imported folder names no run folder: the run gets its own, and the imported weights."""
     (tmp_path / "run.toml").write_text("seed = 3\n")
     found = read.merge([read.load(str(tmp_path))[1]]).run
     assert (found.seed, found.run_dir, found.resume) == (3, None, str(tmp_path))
@@ -307,13 +307,13 @@ def test_pretrained_weights_overrule_the_sizes_of_a_recipe():
     _, recipe = read.load("bert-sentiment")
     merged = read.merge([recipe, read.Layer(origin="flag", values={"model.pretrained": "mine"}, is_text=True)])
     assert merged.run.model.num_layers == Transformer.num_layers and merged.run.model.hidden == Transformer.hidden
-    assert merged.run.model.sequence == 64 and merged.run.model.dropout == 0.1  # of the run, not of the weights
+    assert merged.run.model.sequence == 64 and merged.run.model.dropout == 0.1  # the run's, not the weights'
     assert merged.origins["model.hidden"] == "flag through model.pretrained"
     same = read.merge([recipe, read.Layer(origin="flag", values={"model.pretrained": "minilm"}, is_text=True)])
     assert same.run.model.hidden == 384
     both = read.merge([recipe, read.Layer(origin="flag", is_text=True,
                                           values={"model.pretrained": "mine", "model.hidden": "40"})])
-    assert both.run.model.hidden == 40  # of the same layer, and so compared with the weights later
+    assert both.run.model.hidden == 40  # set in the same layer, so it is compared with the weights later
     without = read.merge([recipe, read.Layer(origin="flag", values={"model.pretrained": "none"}, is_text=True)])
     assert without.run.model.pretrained is None and without.run.model.hidden == 384
     preset = read.merge([read.Layer(origin="flag", is_text=True, values={

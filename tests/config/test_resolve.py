@@ -1,4 +1,4 @@
-"""From settings with `auto` to closed ones: what each fact answers, what stays, and what is derived from them."""
+"""From settings with `auto` to resolved ones: what each fact decides, what stays, and what is derived from them."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""How far a setting travels: which files of a run read it, found by running one."""
+"""How far a setting travels: the files that read it in a run."""
 
 import dataclasses
 import io
@@ -29,11 +29,12 @@ from tests.config.test_effects import texts
 
 PACKAGE = Path(ranvier.__file__).parent
 BESIDE = {"config", "cost", "plan", "planner", "cli"}
-"""Rooms that check, predict, plan and print settings, and act on none."""
+"""Packages that check, predict, plan and print settings, but do not act on them."""
 COMPARES = "pipeline/same_on_ranks.py"
-"""Whether all ranks have the same ones."""
+"""Compares the settings of all ranks."""
 STATE = {"Batch.microbatch_size", "Batch.global_size"}
-"""Where a run is: a transition changes the mesh and the sizes of the batch, so whatever describes a run reads them."""
+"""The state of a run: a transition changes the mesh and the sizes of the batch, so all code that describes a run reads
+them."""
 
 
 def test_a_setting_is_read_in_at_most_four_files_of_a_run(tmp_path, monkeypatch):

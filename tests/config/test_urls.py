@@ -1,4 +1,4 @@
-"""User information in URLs: refused wherever a setting comes from, and never shown."""
+"""User information in URLs: refused from any source of settings, and never shown."""
 
 from dataclasses import replace
 
