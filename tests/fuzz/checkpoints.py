@@ -1,4 +1,4 @@
-"""Checkpoints as a damaged disk, a copy that broke off and a stranger leave them."""
+"""Checkpoints as left by a damaged disk, an interrupted copy or a hostile author."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ PART = "part-00000.safetensors"
 
 
 def engine_alone() -> Engine:
-    """Two small blocks on the only rank, which is this thread."""
+    """An engine of two small blocks on the only rank, which is this thread."""
     world = World(backend=InProcessWorld(1).backend(0), store=dist.HashStore(), launcher="in-process",
                   device=torch.device("cpu"), local_rank=0, local_size=1)
     torch.manual_seed(0)
@@ -45,7 +45,7 @@ def trained(engine: Engine) -> Engine:
 
 
 class Whole:
-    """A checkpoint that is whole, all that is in it, and room for what is made of it."""
+    """An undamaged checkpoint, its contents, and a folder for changed copies."""
 
     def __init__(self, folder: Path) -> None:
         checkpoints = Checkpoints(trained(engine_alone()), folder / "whole")
@@ -58,12 +58,13 @@ class Whole:
         self.engine = engine_alone()
 
     def copy(self) -> Path:
-        """A fresh copy, to be changed."""
+        """Make a new copy that will be changed."""
         shutil.rmtree(self.changed, ignore_errors=True)
         return shutil.copytree(self.folder, self.changed)
 
     def check(self, folder: Path) -> None:
-        """Nothing but RanvierErrors; and whoever finds nothing wrong has what was saved."""
+        """Read the checkpoint: only RanvierErrors are raised, and without an error its contents are those that were
+        saved."""
         saved = Saved(folder)
         try:
             for problem in saved.damage():
@@ -77,7 +78,7 @@ class Whole:
             assert tensor.dtype is self.tensors[key].dtype and torch.equal(tensor, self.tensors[key]), key
 
     def load(self, folder: Path) -> None:
-        """The same by loading into an engine, which has the state that was saved, or raises."""
+        """Load the checkpoint into an engine, which then has the state that was saved, or raises."""
         with torch.no_grad():
             for parameter in self.engine.named_parameters().values():
                 parameter.fill_(7.0)
@@ -91,7 +92,7 @@ class Whole:
 
 
 def said(manifest: Manifest) -> str:
-    """All that a manifest says, however it is written."""
+    """Contents of a manifest, independent of its spelling."""
     return repr(replace(manifest, crc32=0))
 
 
@@ -113,7 +114,7 @@ def manifest_bytes(whole: Whole, count: int) -> int:
 
 
 def manifest_tree(whole: Whole, count: int) -> int:
-    """Changed, and its checksum left as it is."""
+    """Change the manifest, and leave its checksum as it is."""
     folder = whole.copy()
 
     def work(changes):
@@ -124,7 +125,7 @@ def manifest_tree(whole: Whole, count: int) -> int:
 
 
 def manifest_numbers(whole: Whole, count: int) -> int:
-    """One number or text is another one: each of them in turn, from both ends."""
+    """Change one number or text: each of them in turn, from both ends."""
     folder = whole.copy()
 
     def work(number):
@@ -136,7 +137,7 @@ def manifest_numbers(whole: Whole, count: int) -> int:
 
 
 def manifest_of_a_liar(whole: Whole, count: int) -> int:
-    """Changed, and with a checksum that fits: what it says may be other numbers, but nothing else goes wrong."""
+    """Change the manifest, and make its checksum fit: its numbers may be others, but nothing else goes wrong."""
     folder = whole.copy()
 
     def work(changes):
@@ -153,7 +154,7 @@ def manifest_of_a_liar(whole: Whole, count: int) -> int:
 
 
 def engine_and_a_liar(whole: Whole, count: int) -> int:
-    """The same, loaded into an engine."""
+    """Like `manifest_of_a_liar`, loaded into an engine."""
     folder = whole.copy()
 
     def work(changes):
@@ -176,7 +177,7 @@ def part_bytes(whole: Whole, count: int) -> int:
 
 
 def part_unlooked_at(whole: Whole, count: int) -> int:
-    """Read without looking at the checksums before."""
+    """Read tensors without first comparing checksums."""
     original, folder = (whole.folder / PART).read_bytes(), whole.copy()
 
     def work(changes):
@@ -187,7 +188,7 @@ def part_unlooked_at(whole: Whole, count: int) -> int:
 
 
 def header_of_a_liar(whole: Whole, count: int) -> int:
-    """The header of a file of pieces changed, its length wrong or right, and all checksums made to fit."""
+    """Change the header of a file of pieces, with a wrong or right length, and make all checksums fit."""
     data, folder = (whole.folder / PART).read_bytes(), whole.copy()
     length, = struct.unpack("<Q", data[:8])
     header = json.loads(data[8:8 + length])
@@ -215,7 +216,7 @@ KINDS = ("missing", "folder", "pipe", "empty", "link to nothing", "link to itsel
 
 
 def put(path: Path, kind: str) -> None:
-    """Something of this kind in the place of what is there."""
+    """Replace `path` by something of this kind."""
     kept = path.read_bytes() if path.is_file() else b""
     if kind == "whole":
         return
@@ -259,7 +260,7 @@ def folders(whole: Whole, count: int) -> int:
 
 
 def engine_and_damage(whole: Whole, count: int) -> int:
-    """What a damaged disk leaves, loaded into an engine: refused, or all as it was."""
+    """Load the remains of a damaged disk into an engine: they are refused, or the state is the saved one."""
     folder = whole.copy()
     originals = {name: (whole.folder / name).read_bytes() for name in (MANIFEST, PART)}
 
@@ -275,4 +276,4 @@ def engine_and_damage(whole: Whole, count: int) -> int:
 FUZZERS: dict[Callable[[Whole, int], int], int] = {
     manifest_bytes: 6, manifest_tree: 6, manifest_numbers: 6, manifest_of_a_liar: 10, engine_and_a_liar: 4,
     part_bytes: 4, part_unlooked_at: 4, header_of_a_liar: 6, folders: 3, engine_and_damage: 4}
-"""And how many of a round's inputs each has."""
+"""Fuzzer -> its number of inputs in a round."""

@@ -1,4 +1,4 @@
-"""Folders as users have them, and names of data sets that nobody has."""
+"""Folders like those of users, and names of data sets that do not exist."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ LIMITS = st.sampled_from([1, 7, 100, 1 << 20, 1 << 40, (1 << 62) - 1])
 
 
 def put(path: Path, kind: str, text: str, data: bytes) -> str | None:
-    """Make such an entry; the text that it has as a document, if it is one."""
+    """Make an entry of this kind; returns its text if it is a document."""
     if kind in ("text", "long line"):
         text = text.replace("\0", "") * (20_000 if kind == "long line" else 1)
         path.write_text(text, encoding="utf-8", errors="ignore", newline="")
@@ -70,7 +70,7 @@ def _socket(path: Path) -> None:
 
 
 def folders(folder: Path, count: int) -> int:
-    """The documents are those of the files that are text, and nothing else."""
+    """The documents are exactly those of the files that are text."""
     def work(value):
         entries, limit = value
         shutil.rmtree(folder, ignore_errors=True)
@@ -93,7 +93,7 @@ def folders(folder: Path, count: int) -> int:
 
 
 def single_files(folder: Path, count: int) -> int:
-    """One file, prepared for a run: tokens that are its text, or an error."""
+    """Prepare one file for a run: its tokens decode to its text, or there is an error."""
     def work(value):
         kind, text, data, vocab = value
         shutil.rmtree(folder, ignore_errors=True)
@@ -116,7 +116,7 @@ _WORDS = st.sampled_from(["a/b", "json", "text", "wikitext", "imdb:x", "owner/se
 
 
 def names(folder: Path, count: int) -> int:
-    """Names of nothing. The hub is out of reach."""
+    """Names of data sets that do not exist. The hub is unreachable."""
     folder.mkdir(parents=True, exist_ok=True)
 
     def work(name):
@@ -129,4 +129,4 @@ def names(folder: Path, count: int) -> int:
 
 
 FUZZERS: dict[Callable[[Path, int], int], int] = {folders: 8, single_files: 4, names: 3}
-"""And how many of a round's inputs each has."""
+"""Fuzzer -> its number of inputs in a round."""

@@ -1,5 +1,5 @@
-"""What all fuzzing here shares: many inputs in one process, each within a time and a memory that no honest input needs,
-and each ending well or with a RanvierError; and changes of bytes and of JSON that Hypothesis can shrink."""
+"""Shared by all fuzzers: many inputs in one process, each within limits of time and memory that no honest input needs,
+and each ending normally or with a RanvierError; and changes of bytes and JSON that Hypothesis can shrink."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from hypothesis import strategies as st
 from ranvier.errors import RanvierError
 
 SECONDS = 40.0
-"""Longest time of one input: what waits for a pipe, or for a number with a billion digits, does not end in it."""
+"""Time limit of one input: code that waits for a pipe, or for a number with a billion digits, exceeds it."""
 BYTES = 4 << 30
-"""More address space than the process has before: what allocates a size that somebody wrote into a file has none."""
+"""Limit of the additional address space: code that allocates a size from a hostile file exceeds it."""
 
 
 class Hang(BaseException):
-    """No product code catches it."""
+    """An input exceeds its time limit. No product code catches it."""
 
 
 def try_all(strategy: st.SearchStrategy, work: Callable, count: int) -> int:
-    """`work(value)` on so many values, each of which may end in a RanvierError that says all it should; how many
-    inputs there were. Few are the same each time, many are others each time."""
+    """Call `work(value)` on at least `count` values, each of which may end in a complete RanvierError; returns the
+    number of inputs. Fewer than 1000 are the same each time, more are new each time."""
     tried = 0
 
     @settings(max_examples=count, deadline=None, database=None, derandomize=count < 1000,
@@ -47,7 +47,7 @@ def try_all(strategy: st.SearchStrategy, work: Callable, count: int) -> int:
 
 
 def try_one(work: Callable, value: object) -> None:
-    """`work(value)`, within the time of an input; it may end in a RanvierError that says all it should."""
+    """Call `work(value)` within the time of an input; it may end in a complete RanvierError."""
     with within(SECONDS):
         try:
             work(value)
@@ -65,7 +65,7 @@ def assert_in_words(error: RanvierError) -> None:
 
 @contextmanager
 def within(seconds: float) -> Iterator[None]:
-    """Hang is raised in here after so many seconds. Another timer of this process goes on afterwards."""
+    """Raise Hang inside after this many seconds. Another timer of this process continues afterwards."""
     def ring(number, frame):
         raise Hang(f"no end after {seconds:g} s")
 
@@ -81,7 +81,7 @@ def within(seconds: float) -> Iterator[None]:
 
 @contextmanager
 def little_memory(more_bytes: int) -> Iterator[None]:
-    """Inside, the process may not map much more than it has."""
+    """Inside, the process may map at most this many more bytes."""
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
     with open("/proc/self/statm") as file:
         limit = int(file.read().split()[0]) * resource.getpagesize() + more_bytes
@@ -167,7 +167,8 @@ def change_json(document: object, changes) -> object:
 
 
 def nudge(document: object, number: int) -> object:
-    """A copy of `document` in which one value, of all that are no list and no mapping, is another of its type."""
+    """A copy of `document` in which one value that is neither a list nor a mapping is replaced by another of its
+    type."""
     root = [copy.deepcopy(document)]
     places = [(holder, key) for holder, key in _places(root) if not isinstance(holder[key], (list, dict))]
     holder, key = places[number % len(places)]
@@ -191,15 +192,15 @@ _VALUES = re.compile(r'"(?:[^"\\\n]|\\.)*"|-?\d[\w.+-]*|\b(?:true|false|null|nan
 RAW = ("1e999", "-1", "0", "NaN", "9" * 5000, "18446744073709551616", "0.5", '""', '"\\ud800"', "null", "[]", "{}",
        "true", "[[[0]]]", "[" * 3000, '{"a":' * 3000, "nan", "1e-400", '"../../x"', '"/dev/zero"', f'"{"(" * 300}"',
        '["a"]', "1979-05-27", "{a = 1}", ".".join("a" * 40), "\0", "")
-"""What is written in the place of a value, in JSON or TOML."""
+"""Texts that replace a value in JSON or TOML."""
 TEXT_CHANGES = st.lists(st.tuples(st.sampled_from(["value", "value", "double", "key"]), st.integers(0, 1 << 20),
                                   st.sampled_from(RAW)),
                         min_size=1, max_size=3)
 
 
 def change_text(text: str, changes) -> str:
-    """A document after these changes of what is written in it, be it a document still or not. value: another text in
-    the place of a name, text or number; double: a name a second time, with this value; key: its name is this text."""
+    """A document after these changes of its text, which may make it invalid. value: replaces a name, text or number;
+    double: repeats a name, with this value; key: replaces a name."""
     for how, place, raw in changes:
         found = list(_VALUES.finditer(text))
         keys = [one for one in found if re.match(r"\s*[:=]", text[one.end():one.end() + 9])]

@@ -1,5 +1,5 @@
-"""Files beside checkpoints, corpora and recipes, each changed in a folder that is whole otherwise: one generic fuzzer,
-and a list of what reads which file."""
+"""Files other than checkpoints, corpora and recipes, each changed in an otherwise undamaged folder: one generic fuzzer,
+and a list of readers and their files."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ TEMPLATE = "{% for message in messages %}<{{ message['role'] }}>{{ message['cont
 
 @dataclass(frozen=True, kw_only=True)
 class Reader:
-    """make: writes a folder that is whole. file: of it, which is changed. read: what ends well or in a RanvierError."""
+    """make: writes an undamaged folder. file: its file that is changed. read: ends normally or in a RanvierError."""
 
     name: str
     make: Callable[[Path], None]
@@ -77,12 +77,12 @@ class Reader:
     form: Form
     read: Callable[[Path], object]
     share: int = 2
-    """Of a round's inputs, how many it has."""
+    """Its number of inputs in a round."""
     is_slow: bool = False
 
 
 def quiet(text: str) -> None:
-    """Lines for people are dropped."""
+    """Drop lines for people."""
 
 
 # ---------------------------------------------------------------------- models
@@ -230,7 +230,7 @@ def _own_tokenizer(folder: Path) -> None:
 
 
 def _read_own_tokenizer(folder: Path) -> None:
-    """Whatever it makes of a text, its tokens are of its vocabulary and the text comes back."""
+    """Read the tokenizer: tokens of a text are in its vocabulary, and the text comes back."""
     found = tokenizers.load(folder / "tokenizer.json")
     for text in TEXTS:
         ids = found.encode(text)
@@ -400,7 +400,7 @@ READERS = (
 
 
 class Place:
-    """Where a reader's folder is, whole and changed."""
+    """A reader's folder, undamaged and changed."""
 
     def __init__(self, reader: Reader, folder: Path) -> None:
         self.reader, self.whole, self.changed = reader, folder / "whole", folder / "changed"
@@ -409,12 +409,12 @@ class Place:
         self.content = (self.whole / reader.file).read_bytes()
 
     def read(self, content: bytes) -> None:
-        """Read the folder with this in the place of the file."""
+        """Read the folder with this content of the file."""
         self._copy().write_bytes(content)
         self.reader.read(self.changed)
 
     def read_something_else(self, kind: str) -> None:
-        """Read the folder with something of this kind in the place of the file."""
+        """Read the folder with something of this kind instead of the file."""
         put(self._copy(), kind)
         self.reader.read(self.changed)
 
@@ -428,7 +428,7 @@ CHANGES = st.one_of(st.tuples(st.just("tree"), JSON_CHANGES), st.tuples(st.just(
 
 
 def changed(content: bytes, form: Form, kind: str, changes: Any) -> bytes:
-    """The content of a file after changes of its JSON, of what its text says, or of its bytes."""
+    """The content of a file after changes of its JSON, its text or its bytes."""
     if kind == "bytes" or form == "bytes" or (kind == "tree" and form == "toml"):
         return change_bytes(content, changes) if kind == "bytes" else change_text(
             content.decode("latin-1"), changes if kind == "text" else []).encode("latin-1", "replace")
@@ -444,16 +444,16 @@ def changed(content: bytes, form: Form, kind: str, changes: Any) -> bytes:
 
 
 def fuzz(reader: Reader, folder: Path, count: int) -> int:
-    """So many inputs of one reader, of which half are values in the place of others; their number."""
+    """Try `count` inputs of one reader, half of which replace values; returns their number."""
     place = Place(reader, folder)
-    place.read(place.content)  # the whole one is read
+    place.read(place.content)  # the undamaged file is read
     swept = sweep(place, count // 2)
     return swept + try_all(CHANGES, lambda value: place.read(changed(place.content, reader.form, *value)),
                            count - swept)
 
 
 def sweep(place: Place, count: int) -> int:
-    """Every value of the file in turn is every one of `RAW`, or so many of these pairs, always the same."""
+    """Replace every value of the file by every one of `RAW`, or `count` of these pairs, always the same."""
     form = place.reader.form
     if form == "bytes":
         return 0
@@ -470,7 +470,8 @@ def sweep(place: Place, count: int) -> int:
 
 
 def megabytes(form: Form, content: bytes) -> Iterator[tuple[str, bytes]]:
-    """Contents of a megabyte or what is read of one, by name: shapes that take far more memory or time than others."""
+    """Contents of a megabyte, or of the most that is read, by name: shapes that take far more memory or time than
+    others."""
     size = 250_000 if form == "toml" else 1_000_000  # more is not read
 
     def filled(part: str, first: str = "", last: str = "") -> str:
@@ -498,7 +499,7 @@ def megabytes(form: Form, content: bytes) -> Iterator[tuple[str, bytes]]:
         return
     text = content.decode()
     for name, value in values.items():
-        for number in (1, 2, 7):  # in the place of a value of the whole one
+        for number in (1, 2, 7):  # instead of a value of the undamaged file
             yield f"{name} as value {number}", change_text(text, [("value", 2 * number + 1, value)]).encode()
 
 
@@ -509,13 +510,13 @@ def _many_tensors(size: int) -> bytes:
 
 
 def peak_bytes(place: Place, content: bytes) -> int:
-    """By how much the memory of this process grows at its most while this content is read."""
+    """Peak growth of the memory of this process while this content is read."""
     def status(name: str) -> int:
         with open("/proc/self/status") as file:
             return next(int(line.split()[1]) << 10 for line in file if line.startswith(f"{name}:"))
 
     with open("/proc/self/clear_refs", "w") as file:
-        file.write("5")  # the peak is what there is now
+        file.write("5")  # resets the peak to the present size
     before = status("VmRSS")
     with suppress(RanvierError):
         place.read(content)

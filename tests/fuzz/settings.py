@@ -45,7 +45,7 @@ dir = "kept"
 
 
 def _read(path: Path) -> None:
-    """Resolve and check the file; a value that is accepted is the one that the file has."""
+    """Resolve and check the file; an accepted value is the one in the file."""
     _, layer = read.load(str(path))
     found = read.merge([layer])
     run, more = with_plan(found.run, 4)
@@ -82,11 +82,11 @@ def file_trees(folder: Path, count: int) -> int:
 
 
 class Started(BaseException):
-    """Everything was in order, and ranks would be started now."""
+    """The command line is valid, and ranks would be started now."""
 
 
 def _run(args: list[str]) -> None:
-    """A command line that ends with 0, or 2 and a line for each mistake, or comes to where ranks are started."""
+    """Run a command line, which ends with 0, or with 2 and a line for each mistake, or when ranks would be started."""
     out, err = io.StringIO(), io.StringIO()
     with redirect_stdout(out), redirect_stderr(err):
         try:
@@ -109,7 +109,7 @@ _RECIPES = st.one_of(st.sampled_from(["gpt-tiny", "gpt2-small", "nope", "x.toml"
 
 
 def command_lines(folder: Path, count: int) -> int:
-    """`train` as far as it goes before ranks start, and the others."""
+    """`train` up to the start of ranks, and the other commands."""
     if not (folder / "pipe.toml").exists():
         os.mkfifo(folder / "pipe.toml")
         (folder / "folder.toml").mkdir()
@@ -136,7 +136,7 @@ def command_lines(folder: Path, count: int) -> int:
 
 
 def values(folder: Path, count: int) -> int:
-    """One flag with one text, of all flags: taken as what it says, or one problem."""
+    """One of all flags with one text: it is taken literally, or a problem."""
     settings = read.settings()
 
     def work(value):
@@ -148,10 +148,10 @@ def values(folder: Path, count: int) -> int:
         if not found.problems:
             taken = read.as_text(read.flatten(found.run)[name])
             again = read.merge([read.Layer(origin="flag", values={name: taken}, is_text=True)])
-            assert again.run == found.run, "what is written into run.toml is what was taken"
+            assert again.run == found.run, "the value in run.toml is the one that was taken"
 
     return try_all(st.tuples(st.sampled_from(sorted(settings)), _WORDS), work, count)
 
 
 FUZZERS: dict[Callable[[Path, int], int], int] = {file_bytes: 5, file_trees: 8, command_lines: 6, values: 12}
-"""And how many of a round's inputs each has."""
+"""Fuzzer -> its number of inputs in a round."""

@@ -1,4 +1,4 @@
-"""Sentences, questions and images as somebody's disk or script may have left them."""
+"""Sentences, questions and images as a damaged disk or a faulty script may leave them."""
 
 from __future__ import annotations
 
@@ -88,4 +88,4 @@ def image_folders(folder: Path, count: int) -> int:
 
 
 FUZZERS: dict[Callable[[Path, int], int], int] = {sentences: 4, questions: 4, image_folders: 3}
-"""And how many of a round's inputs each has."""
+"""Fuzzer -> its number of inputs in a round."""

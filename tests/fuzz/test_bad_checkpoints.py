@@ -1,4 +1,4 @@
-"""No checkpoint, however damaged or hostile, does more than to be refused in words; none is read as another one."""
+"""Any checkpoint, however damaged or hostile, is refused with a RanvierError; none is read as another one."""
 
 import pytest
 
@@ -18,6 +18,6 @@ def test_bad_checkpoints(whole, fuzzer, rounds):
 
 
 def test_the_whole_one_is_read_and_loaded(whole):
-    """What finds nothing wrong above has looked."""
+    """The checks of the tests above read and load the checkpoint completely."""
     whole.check(whole.copy())
     whole.load(whole.copy())

@@ -1,4 +1,4 @@
-"""Whatever is in a folder or behind a name is read as the text that it is, or refused in words."""
+"""Any content of a folder or a name is read as the text that it is, or refused with a RanvierError."""
 
 import sys
 import types
@@ -14,7 +14,8 @@ def load_dataset(name, *args, **options):
 
 @pytest.fixture
 def no_hub(monkeypatch):
-    """The package is there and the hub is not; below, in `make test-all`, the real one without it."""
+    """The package is installed and the hub is unreachable. `make test-all` also runs the real package offline,
+    below."""
     monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_dataset=load_dataset))
 
 

@@ -1,5 +1,5 @@
-"""Whatever is in a file, its reader takes it as what it is or refuses it in words, and takes no more memory than it is
-worth."""
+"""Any content of a file is read as what it is or refused with a RanvierError, and takes memory in proportion to its
+size."""
 
 import importlib
 from contextlib import suppress
@@ -15,7 +15,7 @@ MOST_GROWTH = 100 << 20
 
 @pytest.fixture(scope="module", autouse=True)
 def imported():
-    """No input's limit of time counts the import of transformers, which takes long where others use the cores, too."""
+    """Import transformers outside of any input's time limit: it takes long if other processes use the cores."""
     with suppress(ImportError):
         importlib.import_module("transformers.models.bert.modeling_bert")
 
@@ -49,7 +49,7 @@ def test_a_recipe_of_an_odd_shape_takes_little(tmp_path, name):
 @pytest.mark.parametrize("reader", READERS, ids=lambda reader: reader.name)
 def test_a_megabyte_takes_less_than_a_hundred(tmp_path, reader):
     place = Place(reader, tmp_path)
-    peak_bytes(place, place.content)  # what is imported and cached is there
+    peak_bytes(place, place.content)  # after this, imports and caches are complete
     for name, content in megabytes(reader.form, place.content):
         with within(60.0):
             growth = peak_bytes(place, content)

@@ -1,4 +1,4 @@
-"""Run files and command lines are taken as what they say, or refused in words."""
+"""Run files and command lines are taken literally, or refused with a RanvierError."""
 
 import pytest
 

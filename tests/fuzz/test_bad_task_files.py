@@ -1,4 +1,4 @@
-"""Whatever is in a file of sentences, questions or images is learnt from as it should be, or refused in words."""
+"""Any file of sentences, questions or images is learnt from as it should be, or refused with a RanvierError."""
 
 import pytest
 
