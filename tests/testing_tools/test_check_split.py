@@ -1,4 +1,4 @@
-"""`check_split` and `ranvier check --split`: what agrees, what differs, what is refused, and what cannot be divided."""
+"""`check_split` and `ranvier check --split`: agreement, differences, refusals, and sizes that cannot be divided."""
 
 import json
 from pathlib import Path
@@ -19,7 +19,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 class Mixed(nn.Module):
-    """Every sample looks at all others of its microbatch, of which rows have a part."""
+    """Each sample depends on all others of its microbatch, of which each row has only a part."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -30,7 +30,7 @@ class Mixed(nn.Module):
 
 
 class Wrong(nn.Module):
-    """A layer of a user's own, whose split form has another gradient."""
+    """A user's own layer, whose split form has another gradient."""
 
     def splits(self, settings):
         return {}
@@ -55,7 +55,7 @@ def bare(embedding=12):
 
 
 def floats():
-    """(model, sample) with floats as inputs, for gradients of inputs."""
+    """(model, sample) with floats as inputs, so that inputs have gradients."""
     return nn.Sequential(layers.Linear(12, 24, stationary="output"), nn.SiLU(),
                          layers.Linear(24, 12, stationary="input")), torch.randn(4, 6, 12)
 

@@ -1,4 +1,5 @@
-"""Conformance of families, tasks, corpora and freeze policies: ours keep their protocols, and faults are named."""
+"""Conformance of families, tasks, corpora and freeze policies: Ranvier's follow their protocols, and errors name
+faults."""
 
 import json
 import random
@@ -252,7 +253,7 @@ def test_our_freeze_policies_conform(policy):
 
 @dataclass
 class Counting:
-    """Freezes as many layers as it was asked times; what it keeps is wrong in one way or another."""
+    """Freezes one more layer with each call; its kept state is wrong in different ways."""
 
     keeps: object = "times"
     times: int = 0

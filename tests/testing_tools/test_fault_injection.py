@@ -1,4 +1,4 @@
-"""Faults on purpose: each acts once, when and where it should, and ends a run in the words that a user reads."""
+"""Injected faults: each acts once, when and where it should, and ends a run with the message that a user reads."""
 
 import os
 import re
@@ -76,7 +76,8 @@ def test_a_fault_of_a_rank_that_is_not_there():
 
 
 def test_what_was_started_with_the_world_sees_that_ranks_are_lost():
-    """A rank's end waits for all ranks of the world that it was started with."""
+    """A rank's end waits for all ranks of the world that it was started with, so that world must see that ranks are
+    lost."""
     def sizes(world):
         kept = world
         faulty(world, [parse("kill:rank=0,call=1000000")]).change(InProcessWorld(1).backend(0), ("0",))
@@ -98,7 +99,7 @@ def numbered(number: int, tensor: torch.Tensor) -> Message:
 
 
 def sends(world: World, *faults: str, count: int = 6, size: int = 2) -> list:
-    """What rank 1 gets of the messages 0, 1, ... of rank 0, and how long rank 0 took to send each."""
+    """On rank 1, the received messages of 0, 1, ... from rank 0; on rank 0, how long it took to send each."""
     world = faulty(world, [parse(fault) for fault in faults])
     transport, _ = everyone(world, "pipe")
     group = world.backend.group("data", [range(size)])
@@ -213,8 +214,8 @@ def bits(tensor):
 
 
 def damage_a_head(world: World) -> str:
-    """Rank 0 sends a message with a wrong microbatch number, as if its bit had been flipped on the way: what rank 1
-    says of it."""
+    """Rank 0 sends a message with a wrong microbatch number, as if a bit had been flipped on the way. Returns rank 1's
+    error."""
     encode = edges.encode
     transport, _ = everyone(world, "pipe")
     text = ""
@@ -249,7 +250,7 @@ DAMAGED = re.compile(r"rank 0 on 'pipe': sent an invalid message \(got 'the head
 
 @pytest.mark.slow
 def test_a_damaged_head_is_a_clear_error_and_a_failing_process_is_shown_with_its_output():
-    """Of the same two processes, as each takes long to start."""
+    """Both in one pair of processes, which take long to start."""
     with pytest.raises(RanksFailed, match="rank 1 of 2") as failure:
         run_processes(f"{HERE}:say_and_fail", 2, "torch")
     text = str(failure.value)
@@ -316,7 +317,7 @@ def meet(world: World, *faults: str) -> int:
 
 @pytest.mark.parametrize("moment", ["call=3", "seconds=0.05"])
 def test_a_rank_is_told_to_die(monkeypatch, moment):
-    """At that call, or by the clock also outside of any, of that rank alone."""
+    """At that call, or by the clock also outside of calls, and only that rank."""
     told = []
     monkeypatch.setattr(os, "kill", lambda *asked: told.append(asked))
     assert run_ranks(lambda world: meet(world, f"kill:rank=1,{moment}"), 2) == [50, 50]
@@ -365,7 +366,7 @@ def test_memory_that_runs_out_in_a_step():
 
 
 def test_a_flipped_bit_of_a_tensor_goes_unnoticed():
-    """It is not looked for: guards on losses and gradients are what finds the ones that matter."""
+    """Flipped bits of tensors are not looked for: guards on losses and gradients find those that matter."""
     assert run_ranks(lambda world: train(world, "corrupt:rank=0,message=2,bit=62"), 2) != run_ranks(train, 2)
 
 
@@ -397,7 +398,7 @@ def test_the_command_runs_any_other():
 @pytest.mark.slow
 @pytest.mark.parametrize("transport", ["torch", MPI])
 def test_a_command_whose_rank_is_killed(tiny, transport):
-    """Every rank is started with the faults."""
+    """The command passes the faults to every rank."""
     done = command("--fault", "kill:rank=1,call=150", "--", *tiny, "--comm.transport", transport)
     assert done.returncode == 1
     assert "ranvier: rank 1 (data 0, pipe 1, row 0, col 0) was killed by SIGKILL" in done.stderr
@@ -415,7 +416,7 @@ def test_a_command_that_runs_out_of_memory(tiny):
 @pytest.mark.slow
 @pytest.mark.parametrize("transport", ["torch", MPI])
 def test_a_command_whose_rank_hangs(tiny, transport):
-    """The other rank names it, and it is ended although it does not listen to signals."""
+    """The other rank names the rank that hangs, which is ended although it does not react to signals."""
     done = command("--fault", "stop:rank=1,message=60", "--", *tiny, "--comm.transport", transport,
                    "--comm.timeout-seconds", "3", "--launch.stopped-seconds", "0")
     assert done.returncode == 2

@@ -14,7 +14,7 @@ FLOAT = 4
 
 
 def mlp():
-    """From 8 over 32 to 4 features."""
+    """A model from 8 through 32 to 4 features."""
     return nn.Sequential(nn.Linear(8, 32, bias=False), nn.ReLU(), nn.Linear(32, 4, bias=False))
 
 
@@ -51,7 +51,7 @@ def test_views_and_results_in_place_add_nothing():
         torch._foreach_mul_([whole], 2.0)
         assert activations(tracker) == tracker.peak_bytes() == 80
         del whole
-        assert activations(tracker) == 80, "a view keeps the whole storage"
+        assert activations(tracker) == 80, "a view keeps the full storage"
         views.clear()
         assert tracker.live == {}
 
@@ -213,8 +213,8 @@ def test_an_optimizer_makes_its_moments_in_the_category_of_its_step():
 
 @pytest.mark.parametrize("depth", [2, 5])
 def test_checkpoints_lower_the_peak_by_one_activation_a_block_but_one(depth):
-    """Plain, a block keeps the inputs of its product and of its GELU; checkpointed, only the former. Either peak is in
-    the backward of the last block's product, when its second activation is gone again in both cases.
+    """Without checkpoints a block keeps the inputs of its product and of its GELU; with checkpoints, only the former.
+    Either peak is in the backward of the last block's product, when its second activation has been freed again.
     """
     width, batch = 16, 32
     blocks = [nn.Sequential(nn.Linear(width, width, bias=False), nn.GELU()) for _ in range(depth)]
@@ -236,7 +236,7 @@ def test_checkpoints_lower_the_peak_by_one_activation_a_block_but_one(depth):
 
 
 class Square(torch.autograd.Function):
-    """Keeps a copy of its input, made inside."""
+    """Saves a copy of its input that it makes itself."""
 
     @staticmethod
     def forward(ctx, inputs):
@@ -256,7 +256,7 @@ def test_autograd_functions_count_what_they_save_and_what_their_backward_makes()
         outputs = Square.apply(inputs)
         assert activations(tracker) == 800, "the copy and the result"
         outputs.backward(torch.ones(100))
-        assert tracker.peak_bytes() == 800 + 400 + 800, "and a gradient, twice the copy, and their product"
+        assert tracker.peak_bytes() == 800 + 400 + 800, "plus a gradient, twice the copy, and their product"
         del outputs
         assert activations(tracker) == 400
     assert inputs.grad[0] == 2
@@ -270,7 +270,7 @@ def test_resized_storages_count_with_their_new_size():
         torch.add(torch.zeros(200), 1, out=tensor.resize_(0))
         assert activations(tracker) == 800
         tensor.untyped_storage().resize_(1600)
-        assert activations(tracker) == 800, "no operation has met it yet"
+        assert activations(tracker) == 800, "no operation has used it yet"
         tensor.sum()
         assert activations(tracker) == 1600
     tensor.untyped_storage().resize_(40)
@@ -290,7 +290,7 @@ def test_meta_tensors_count_nothing():
 
 
 def test_threads_count_apart():
-    """Each with its own tracker, entered at once; the main thread has a third."""
+    """Each with its own tracker, entered at the same time; the main thread has a third."""
     ready, results = threading.Barrier(3), {}
 
     def train(rank):
