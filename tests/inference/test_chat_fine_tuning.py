@@ -1,5 +1,5 @@
-"""From a chat model of transformers to a fine-tuned one: adapters train on four ranks, resume on others, and the
-exported model answers in transformers as it does here."""
+"""From a chat model of transformers to a fine-tuned one: adapters train on four ranks, resume on another mesh, and the
+exported model gives the same answers in transformers as in Ranvier."""
 
 import io
 import json

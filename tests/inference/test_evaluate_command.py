@@ -1,4 +1,5 @@
-"""`ranvier evaluate`: what a run's own evaluation gave, on another mesh; folders; lm-evaluation-harness; refusals."""
+"""`ranvier evaluate`: the results of the run's own evaluation, on another mesh; folders; lm-evaluation-harness;
+refusals."""
 
 import json
 import math
@@ -29,7 +30,7 @@ SMALL = ["--model.num-layers", "2", "--model.hidden", "16", "--model.heads", "2"
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """A run of the task lm and one of classification, with their data."""
+    """A run of the task lm and a run of classification, with their data."""
     path = tmp_path_factory.mktemp("runs")
     for part, seed in (("train", 1), ("other", 2)):
         torch.manual_seed(seed)
@@ -57,7 +58,7 @@ def summary(folder):
 
 
 def test_a_run_is_evaluated_as_it_was_at_its_end(runs, capsys, monkeypatch):
-    """And says how far it is."""
+    """The command also reports its progress."""
     monkeypatch.setattr("ranvier.inference.evaluation._TELL_SECONDS", -1.0)
     capsys.readouterr()
     assert run_command(["evaluate", str(runs / "lm"), "--json"]) == 0
@@ -73,7 +74,7 @@ def test_a_run_is_evaluated_as_it_was_at_its_end(runs, capsys, monkeypatch):
 
 
 def test_checkpoints_elsewhere(runs, capsys, tmp_path, monkeypatch):
-    """A run's run.toml says where they are, from the directory where it was started; the tokenizer is the run's."""
+    """run.toml names their folder, relative to the directory where the run was started; the tokenizer is the run's."""
     monkeypatch.chdir(tmp_path)
     args = ["train", runs / "recipe.toml", "--run-dir", "runs/tr", "--checkpoint.dir", "saved/tr", "--data.cache-dir",
             runs / "cache", *SMALL, "--data.corpus", runs / "train.txt", "--model.vocab", "300"]
@@ -160,7 +161,7 @@ def test_a_folder_of_hugging_face(folder, capsys, tmp_path):
 
 
 def test_tasks_of_the_harness_are_those_of_its_own_model(folder, capsys, tmp_path):
-    """On one rank: its model of transformers gives the same numbers."""
+    """The harness's own model of transformers gives the same numbers on one rank."""
     lm_eval = pytest.importorskip("lm_eval")
     from lm_eval.models.huggingface import HFLM
     from lm_eval.tasks import TaskManager
@@ -218,7 +219,7 @@ def test_the_harness_that_is_missing(monkeypatch):
     pytest.param(["FOLDER", "--lm-eval", "gone"], "unknown-lm-eval-task", "lm-eval: ", marks=HARNESS),
     (["gone"], "folder-without-checkpoint", "gone")])
 def test_refusals(runs, folder, capsys, monkeypatch, args, code, says, tmp_path):
-    if args[-1] == "x":  # refused before the package is asked
+    if args[-1] == "x":  # refused before the package is called
         monkeypatch.setattr("ranvier.inference.lm_eval_tasks.find_spec", lambda name: True)
     (tmp_path / "third.tsv").write_text("sentence\tlabel\n" + "a good day\tleft\na bad film\tright\n" * 20)
     places = {"FOLDER": folder, "LM": runs / "lm", "CLASSIFICATION": runs / "classification",
@@ -274,7 +275,7 @@ def test_code_that_a_checkpoint_names_is_not_imported(runs, capsys, monkeypatch)
 
 
 def test_a_checkpoint_chooses_no_folder_that_is_read(runs, monkeypatch, capsys, tmp_path):
-    """Without a run.toml of the user's that agrees, its paths must be named again; the cache is never its choice."""
+    """Without a matching run.toml of the user's, its paths must be named again; it can never choose the cache."""
     from ranvier.checkpoint.manifest import Saved
     from ranvier.inference.trained import open_trained
 

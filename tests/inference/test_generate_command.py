@@ -42,7 +42,7 @@ def written(capsys, *args):
 
 
 def theirs(folder, prompt):
-    """What transformers writes, greedily."""
+    """The greedy answer of transformers."""
     import transformers
 
     tokenizer = transformers.PreTrainedTokenizerFast.from_pretrained(str(folder))
@@ -68,7 +68,8 @@ def test_the_text_is_that_of_transformers(folder, capsys, tmp_path):
 
 
 def test_the_models_repetition_penalty_is_that_of_its_folder(folder, capsys, tmp_path):
-    """Token for token as transformers, over the prompt and what is written; the flag counts instead."""
+    """The same tokens as transformers, with the penalty over prompt and answer; the flag overrides the folder's
+    penalty."""
     shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
     (tmp_path / "generation_config.json").write_text(json.dumps({
         "repetition_penalty": 0.4, "temperature": 0.6, "do_sample": True, "no_repeat_ngram_size": 0, "min_p": 0.1}))
@@ -100,7 +101,7 @@ def test_special_tokens_in_a_prompt_are_told(folder, capsys):
 
 @pytest.mark.parametrize("name", ["prompts.txt", "prompts.NDJSON"])
 def test_lines_of_prompts_end_as_files_end_them(tmp_path, name):
-    """Not at other characters that Python counts as ends; the mark at the beginning is none of the first prompt."""
+    """Not at other characters that Python counts as line ends; the byte order mark is not part of the first prompt."""
     prompts = ["one\u2028line", "form\x0cfeed", "next\x85line"] if name == "prompts.txt" else ["one\u2028line", "two"]
     lines = prompts if name == "prompts.txt" else [json.dumps({"prompt": one}, ensure_ascii=False) for one in prompts]
     (tmp_path / name).write_bytes(("\ufeff" + "\r\n".join(lines) + "\r\n").encode())
@@ -118,7 +119,7 @@ def test_a_users_message_in_the_chat_template(folder, capsys, tmp_path):
 @pytest.mark.parametrize("file", ["generation_config.json", "config.json"])
 @pytest.mark.parametrize("chat", [False, True])
 def test_an_answer_ends_at_each_end_that_the_model_names(folder, capsys, tmp_path, file, chat):
-    """As in transformers, whose models of chats name other ends than their tokenizer."""
+    """As in transformers, whose chat models name other end tokens than their tokenizers."""
     prompt = "user: the dog\nassistant: " if chat else "the dog"
     flags = ["--chat", "--prompt", "the dog"] if chat else ["--prompt", prompt]
     there = tmp_path / "model"

@@ -1,4 +1,4 @@
-"""Log-likelihoods on any mesh: those of a plain loop over the model of transformers, in fp64."""
+"""Log-likelihoods on any mesh are those of a plain loop over the model of transformers, in fp64."""
 
 import pytest
 import torch
@@ -27,7 +27,7 @@ def folder(tmp_path_factory):
     path = tmp_path_factory.mktemp("model")
     tokenizer = train([TEXT] * 5, 300)
     transformers.set_seed(0)
-    transformers.GPT2LMHeadModel(transformers.GPT2Config(  # whose norms and attention are fp64 throughout
+    transformers.GPT2LMHeadModel(transformers.GPT2Config(  # its norms and attention are fp64 throughout
         vocab_size=tokenizer.vocab, n_embd=24, n_layer=3, n_head=4, n_positions=48, initializer_range=0.3
         )).double().save_pretrained(path)
     tokenizer.save(path / "tokenizer.json")

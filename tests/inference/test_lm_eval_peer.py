@@ -74,7 +74,7 @@ class Documented:
 
 
 def on_ranks(folder, work):
-    """What `work` gives on rank 0 of two stages."""
+    """The result of `work` on rank 0 of two stages."""
     def rank(world):
         model = open_model(folder, lambda line: None)
         engine = build_language_engine(model, world, Mesh(pipe=2), tensor=TensorParallel(), dtype=torch.float64)
@@ -97,7 +97,7 @@ def test_encodings_and_scores_are_those_that_the_package_documents(folder):
     ours = [encode_pair(tokenizer, *question) for question in QUESTIONS]
     assert [(list(first), list(rest)) for first, rest in ours] == expected
     assert all(first[0] == oracle.tokenizer.bos_token_id for first, _ in ours)
-    assert len(expected[8][0]) > LONGEST, "a context that is cut"
+    assert len(expected[8][0]) > LONGEST, "a context that is truncated"
     assert_equal_scores(on_ranks(folder, lambda engine, ranks, _: loglikelihoods(
         engine, ranks, ours, longest=LONGEST)), [oracle.score(*pair) for pair in expected])
 

@@ -1,4 +1,4 @@
-"""Commands with a GGUF file or a model of the hub in the place of a folder. The hub is a folder here."""
+"""Commands with a GGUF file or a model of the hub instead of a folder. The hub is a folder here."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def hub(tmp_path, monkeypatch):
         folder = snapshots / (revision or "main")
         folder.mkdir(parents=True, exist_ok=True)
         given = sorted(path.name for path in there.iterdir() if any(path.match(each) for each in allow_patterns))
-        for name in given:  # whole at once, as the hub's client does: both ranks ask
+        for name in given:  # atomically, as the hub's client does: both ranks ask
             shutil.copyfile(there / name, part := folder / f"{name}.{threading.get_ident()}")
             part.replace(folder / name)
         requests.append((repo_id, revision, given))

@@ -1,4 +1,4 @@
-"""Texts of a decoder on any mesh: those of the whole model without a cache, and of transformers."""
+"""Texts of a decoder on any mesh are those of the full model without a cache, and of transformers."""
 
 from dataclasses import replace
 
@@ -31,7 +31,7 @@ GREEDY = Sampling(temperature=0)
 
 @pytest.fixture(scope="module", params=MODELS)
 def model(request):
-    """A model with random parameters, and what it writes by whole sequences in one process, greedily."""
+    """A model with random parameters, and its greedy texts from full sequences in one process."""
     config = MODELS[request.param]
     built = family_named(config.family).model(config, "tokens", dtype=torch.float64)
     torch.manual_seed(1)
@@ -102,7 +102,7 @@ def test_draws_are_the_same_on_every_mesh(model):
 
 
 def test_texts_end(model):
-    """At the end token, at a stop word, or where the model sees no further; the others continue."""
+    """At the end token, at a stop word, or at the model's longest sequence; other texts continue."""
     model, expected = model
     first, *_ = texts(model, Mesh(pipe=2), ends={expected[0][3], 99})
     assert first == (expected[0][:expected[0].index(expected[0][3])], "end")
