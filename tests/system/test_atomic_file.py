@@ -1,4 +1,4 @@
-"""Where a file can be written, and what is never replaced by one."""
+"""Where a file can be written, and what a file never replaces."""
 
 from pathlib import Path
 
@@ -12,7 +12,7 @@ def test_a_device_is_not_replaced(tmp_path, monkeypatch):
     (tmp_path / "link").symlink_to("/dev/null")
     write_atomically(tmp_path / "link", "text")
     assert not (tmp_path / "link").is_symlink()
-    monkeypatch.setattr(Path, "is_char_device", lambda path: True)  # a test that fails must not replace the real one
+    monkeypatch.setattr(Path, "is_char_device", lambda path: True)  # a failing test must not replace the real device
     with pytest.raises(OSError, match="device"):
         write_atomically(tmp_path / "link", "other")
     assert (tmp_path / "link").read_text() == "text"
@@ -28,7 +28,7 @@ def test_where_a_file_can_be_written(tmp_path):
 
 
 def test_links_to_streams_are_not_replaced():
-    """/dev/stdout is one, and as root it would be gone for the whole machine."""
+    """/dev/stdout is such a link, and root would remove it for the entire machine."""
     assert {write_problem(Path("/dev", name)) for name in ("stdout", "stderr")} == {"it is a device"}
     with pytest.raises(OSError, match="device"):
         write_atomically(Path("/dev/nothing-of-this-name"), "text")

@@ -1,4 +1,4 @@
-"""Calls on threads that may be left behind."""
+"""Calls on threads that may be abandoned."""
 
 import gc
 import threading

@@ -21,7 +21,7 @@ POISON = "open('executed', 'a').write(__name__ + '\\n')\n"
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """The current folder, with files that are named as packages."""
+    """The current folder, with files that are named like packages."""
     for name in ("click", "rich", "datasets", "mpi4py", "multiprocessing", "torch"):
         (tmp_path / f"{name}.py").write_text(POISON)
     monkeypatch.chdir(tmp_path)
@@ -75,7 +75,7 @@ def test_only_ranks_inherit_the_secret(monkeypatch):
 
 
 def runs(state):
-    """Whether the process of this /proc/PID/stat is there and has not ended."""
+    """Whether the process of this /proc/PID/stat exists and has not ended."""
     try:
         return state.read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:

@@ -1,4 +1,4 @@
-"""A wait for another process's lock names it, ends with its heartbeat, and obeys signals."""
+"""A wait for another process's lock names that process, ends with its heartbeat, and reacts to signals."""
 
 import fcntl
 import os
@@ -25,7 +25,7 @@ def soon(monkeypatch):
 
 @contextmanager
 def silent_holder(path, content):
-    """A lock without a heartbeat, as that of a stopped process."""
+    """Hold a lock without a heartbeat, as a stopped process does."""
     handle = open_lock(path.with_name(f".{path.name}.lock"))
     fcntl.flock(handle, fcntl.LOCK_EX)
     os.pwrite(handle, content, 0)

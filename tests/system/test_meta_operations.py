@@ -1,4 +1,4 @@
-"""Operations on the meta device that are known again: what they return is what torch returns, in memory of its own."""
+"""Repeated operations on the meta device: they return what torch returns, with their own memory."""
 
 import pytest
 import torch
@@ -42,7 +42,7 @@ NEW = {
 
 @pytest.mark.parametrize("default", [torch.float32, torch.float64])
 def test_results_are_torchs(default):
-    """Also of numbers that are equal, but of other types, and with another default format."""
+    """Also for numbers that are equal but of other types, and with another default dtype."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(default)
     try:

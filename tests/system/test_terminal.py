@@ -14,7 +14,8 @@ from ranvier.system import terminal
 
 @contextmanager
 def lost_output(monkeypatch):
-    """Standard output and error are pipes that nobody reads any more. Not a fixture: pytest sets its own after them."""
+    """Standard output and error are pipes without a reader. Not a fixture: pytest sets its own streams after
+    fixtures."""
     files = []
     for name in ("stdout", "stderr"):
         reader, writer = os.pipe()
@@ -40,7 +41,7 @@ def test_output_that_nobody_reads_is_discarded(monkeypatch):
 
 
 def test_no_file_takes_the_place_of_closed_streams(tmp_path):
-    """Else what is printed, by a child too, would be written into the first file that is opened."""
+    """Otherwise printed text, also a child's, would be written into the first file that is opened."""
     program = ("import subprocess, sys\n"
                "from ranvier.__main__ import open_closed_streams\n"
                "open_closed_streams()\n"
@@ -55,7 +56,7 @@ def test_no_file_takes_the_place_of_closed_streams(tmp_path):
 
 
 def test_output_without_a_buffer_stays_so(monkeypatch):
-    """As under PYTHONUNBUFFERED: a log has what a process wrote before it was killed."""
+    """For example under PYTHONUNBUFFERED, so that a log has everything that a process wrote before it was killed."""
     reader, writer = os.pipe()
     with os.fdopen(reader, "rb") as read, io.TextIOWrapper(
             os.fdopen(writer, "wb", buffering=0), write_through=True) as mine:

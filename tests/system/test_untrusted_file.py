@@ -1,4 +1,4 @@
-"""Files that somebody else may have left: nothing blocks, nothing follows a link, and sizes are bounded."""
+"""Files that may be another user's: reads do not block or follow links, and sizes are bounded."""
 
 import fcntl
 import json
@@ -36,10 +36,10 @@ def victim(tmp_path):
 
 
 def as_another_user(monkeypatch):
-    """This process seems to be of another user than the files that it has written."""
+    """Make this process appear to belong to another user than the files that it has written."""
     real = os.geteuid()
     monkeypatch.setattr(os, "geteuid", lambda: real + 1)
-    if real == 0:  # files of root are believed: those of this test must not be root's
+    if real == 0:  # root's files are trusted, so the files of this test must not appear as root's
         monkeypatch.setattr("ranvier.system.untrusted_file._writers", lambda found: f"belongs to {found.st_uid}")
 
 
@@ -69,7 +69,7 @@ def test_whatever_is_no_json_is_a_value_error(content):
     "a = " + "9" * 5000, "a = " + "[" * 100_000, "a" + ".a" * 40 + " = 1", "[" + "a . " * 40 + "a]", "a = 1\na = 2",
     '"".' * 40 + '"" = 1', '"\\"".' * 40 + "a = 1", "'.'." * 40 + "a = 1", "[[a" + ".b" * 33 + "]]"])
 def test_whatever_is_no_toml_is_a_value_error(content):
-    """A name of many parts is TOML, and takes the square of its length of memory."""
+    """Also a name of many parts, which is valid TOML but takes memory with the square of its length."""
     with pytest.raises(ValueError):
         parse_toml(content)
 
@@ -202,7 +202,7 @@ def test_the_configuration_beside_a_tokenizer_neither_blocks_nor_overflows(tmp_p
 
 
 def test_reading_takes_memory_for_what_is_there_and_not_for_the_limit(tmp_path):
-    """Where a process has little, as under `ulimit -v`, every small file would be refused."""
+    """Otherwise every small file would be refused if a process has little memory, as under `ulimit -v`."""
     (tmp_path / "small").write_bytes(b"12" * (1 << 20))
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
     resource.setrlimit(resource.RLIMIT_AS, (psutil.Process().memory_info().vms + (256 << 20), hard))
