@@ -18,7 +18,7 @@ from tests.golden.runs import NUMBERS, Step
 
 
 def machine_facts() -> dict[str, str]:
-    """What decides how results are rounded here. Runs compute with one thread per rank."""
+    """Facts that decide how results are rounded on this machine. Runs compute with one thread per rank."""
     model = next((line.partition(":")[2].strip() for line in _cpuinfo() if line.startswith("model name")),
                  platform.processor())
     return {"cpu": model, "vector_instructions": torch.backends.cpu.get_cpu_capability(),
@@ -44,7 +44,8 @@ def differences(steps: Sequence[Step], recorded: Sequence[Step], tolerance: floa
 
 
 def tolerance_here(facts: Mapping[str, str], elsewhere: float) -> float:
-    """The tolerance for a record made on a machine with `facts`: 0 where they are this machine's, else `elsewhere`."""
+    """The tolerance for a record made on a machine with `facts`: 0 if they are this machine's, otherwise
+    `elsewhere`."""
     return 0.0 if facts == machine_facts() else elsewhere
 
 

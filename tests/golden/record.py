@@ -1,6 +1,6 @@
 """Write the records that the golden tests compare with: `python -m tests.golden.record [NAME ...]`.
 
-Do this only for a change that is meant to change numbers (another order of summation, another default, a mended
+Do this only for a change that is meant to change numbers (another order of summation, another default, a corrected
 formula), in a commit that says which numbers changed and why, and never to make a failing test pass: a refactoring
 leaves every record as it is. A new golden run is recorded by its name. All records come from one machine; recording
 some of them on another one is refused.
@@ -24,7 +24,7 @@ RECORDS = HERE / "records.json"
 
 
 def record(run: GoldenRun) -> list[Step]:
-    """The steps of `run`. SystemExit when a second run gives other numbers."""
+    """The steps of `run`. Raises SystemExit if a second run gives other numbers."""
     first, second = _train(run), _train(run)
     if problems := differences(second, first, tolerance=0.0):
         sys.exit(f"{run.name} is not reproducible and cannot be a golden run:\n" + "\n".join(problems))

@@ -32,7 +32,7 @@ from tests.processes import python_path
 
 HERE = Path(__file__).parent
 NUMBERS = ("loss", "grad_norm", "eval_loss")
-"""What metrics.jsonl says of a step and a golden record keeps, where the step has it."""
+"""Numbers of a step in metrics.jsonl that a golden record keeps, if the step has them."""
 
 Step = dict[str, int | str]
 """One step of a record: its number under "step", and each of NUMBERS as `float.hex` writes it."""
@@ -47,7 +47,7 @@ GPT: Mapping[str, object] = {
     **_EVERY, "data.corpus": "data/text.txt", "data.tokenizer": "data/bytes.json", "model.vocab": 260,
     "model.sequence": 16, "train.steps": 6, "train.eval-every": 3}
 
-# The cut and the cache are set by hand: left alone, they follow from measured times.
+# The cut and the cache are set by hand: by default they follow from measured times.
 BERT: Mapping[str, object] = {
     **_EVERY, "data.task": "classification", "data.train": "data/train.tsv", "data.eval": "data/eval.tsv",
     "data.tokenizer": "data/wordpiece.json", "data.padding": "maximum", "model.vocab": 120, "model.sequence": 12,
@@ -60,7 +60,7 @@ BERT: Mapping[str, object] = {
 @dataclass(frozen=True, kw_only=True)
 class GoldenRun:
     """A run of `ranvier train gpt-tiny` with `flags`. as_threads: its ranks are threads of this process. tolerance:
-    relative difference that is allowed on a machine whose kernels may round otherwise."""
+    relative difference that is allowed on a machine whose kernels may round differently."""
 
     name: str
     flags: Mapping[str, object] = field(default_factory=dict)
@@ -68,8 +68,8 @@ class GoldenRun:
     tolerance: float = 1e-5
 
     def start(self, folder: Path, axes: Sequence[Axis] = STANDARD_AXES) -> list[Step]:
-        """Train in `folder` (see `prepare`); the run's own folder there has its name. Returns its steps. axes: of the
-        mesh; ranks that are processes have the standard ones."""
+        """Train in `folder` (see `prepare`); the run's own folder there has its name. Returns its steps. axes: axes of
+        the mesh; ranks that are processes have the standard ones."""
         if self.as_threads:
             train_as_threads(self.name, self.flags, folder, ranks=ranks_of(self.flags), axes=axes)
         else:
@@ -107,7 +107,8 @@ def as_words(flags: Mapping[str, object]) -> list[str]:
 
 
 def train_by_command(recipe: str, flags: Mapping[str, object], folder: Path) -> str:
-    """`ranvier train` in `folder`, without pictures; returns what it printed. AssertionError with that if it fails."""
+    """`ranvier train` in `folder`, without pictures; returns what it printed. Raises AssertionError with the output if
+    it fails."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST", "COVERAGE"))}
     environment |= {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "PYTHONPATH": python_path(HERE.parents[1])}
     done = subprocess.run([sys.executable, "-m", "tests.without_pictures", "train", recipe, *as_words(flags)],
@@ -156,5 +157,5 @@ def read_steps(run_folder: Path, *, after: int = 0) -> list[Step]:
 
 
 def select(names: Sequence[str]) -> tuple[GoldenRun, ...]:
-    """The golden runs of these names; all of them where none is given."""
+    """The golden runs with these names; all golden runs if no name is given."""
     return tuple(run for run in RUNS if not names or run.name in names)

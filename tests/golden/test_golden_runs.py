@@ -18,14 +18,14 @@ from tests.golden.runs import ELASTIC_BERT, ONE_RANK, RUNS, GoldenRun, Step, pre
 
 @pytest.fixture(scope="module")
 def records() -> dict[str, Any]:
-    """The recorded numbers by run, and the facts of the machine that they are from."""
+    """The recorded numbers by run, and the facts of the machine on which they were recorded."""
     found: dict[str, Any] = json.loads(RECORDS.read_text())
     return found
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where the runs train, with the data that they read."""
+    """The folder in which the runs train, with their data."""
     made = tmp_path_factory.mktemp("golden")
     prepare(made)
     return made
@@ -33,7 +33,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def one_rank(folder: Path) -> list[Step]:
-    """The steps of the run on one rank, whose checkpoints another one resumes from."""
+    """The steps of the run on one rank, from whose checkpoints another run resumes."""
     return ONE_RANK.start(folder)
 
 
@@ -52,7 +52,7 @@ def test_numbers_are_the_recorded_ones(
 
 
 def test_a_resumed_run_has_the_numbers_of_the_uninterrupted_one(folder: Path, one_rank: list[Step]) -> None:
-    """Also where the one is a process of its own, and the other is not."""
+    """Also if the uninterrupted run is a process, and the resumed run is not."""
     flags = {**ONE_RANK.flags, "resume": f"{ONE_RANK.name}/checkpoint/step-3"}
     resumed = GoldenRun(name="resumed", flags=flags, as_threads=True).start(folder)
     assert differences(resumed, one_rank[3:], tolerance=0.0) == []
@@ -62,8 +62,8 @@ def test_a_resumed_run_has_the_numbers_of_the_uninterrupted_one(folder: Path, on
     pytest.param(run, id=run.name, marks=() if run.name in WITH_AN_AXIS else pytest.mark.slow)
     for run in RUNS])
 def test_another_axis_with_one_rank_changes_no_bit(run: GoldenRun, records: dict[str, Any], tmp_path: Path) -> None:
-    """The axis of context parallelism, which would split sequences: it stands between two others, so every place that
-    counts axes meets it."""
+    """The axis of context parallelism, which would split sequences: it is between two other axes, so it affects all
+    code that counts axes."""
     prepare(tmp_path)
     context = Axis("context", "contexts", splits_sequence=True, replicates_parameters=True)
     steps = replace(run, as_threads=True).start(tmp_path, axes=(*STANDARD_AXES[:1], context, *STANDARD_AXES[1:]))
