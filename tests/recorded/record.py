@@ -1,6 +1,6 @@
-"""Write the folders of recorded runs: `python -m tests.recorded.record`, once, by the tree that they are named after.
+"""Write the folders of recorded runs: `python -m tests.recorded.record`, once, with the code that they are named after.
 
-The folders are never written again: later code has to read what this code wrote, and cannot write it any more.
+The folders are never written again: later code has to read what this code wrote, and cannot write it again.
 """
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ RUNS: Mapping[str, Mapping[str, object]] = {
 """Flags of `ranvier train gpt-tiny`."""
 
 PROGRAM = "program"
-"""A loop of its own, with a torch optimizer and a schedule of learning rates, on two stages."""
+"""A program with its own loop, a torch optimizer and a learning rate schedule, on two stages."""
 
 _LOG = ("metrics.jsonl", "events.jsonl")
 _KEPT = ("run.toml", "tokenizer.json", *_LOG)
@@ -60,7 +60,7 @@ def resumed(name: str, folder: Path, **flags: object) -> list[Step]:
 
 
 def program(folder: Path, *, load: bool, pipe: int = 2) -> float:
-    """The loss of the step after the checkpoint, of a program that trains in `folder`."""
+    """Run a program that trains in `folder`; returns the loss of the step after the checkpoint."""
 
     def work(world: World) -> float:
         generator = torch.Generator().manual_seed(5)
@@ -96,7 +96,7 @@ def _squares(outputs: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor
 
 
 def trim(run_folder: Path, is_of: Callable[[str], bool]) -> None:
-    """Leave what the run had written at its checkpoint: settings, tokenizer, lines of logs for which `is_of` holds.
+    """Keep only what the run had written at its checkpoint: settings, tokenizer, lines of logs for which `is_of` holds.
     Paths in them become relative."""
     absolute = f"{run_folder.parent.resolve()}/"
     for path in sorted(run_folder.rglob("*"), reverse=True):

@@ -17,12 +17,12 @@ from tests.recorded.runs import HERE, PROGRAM, RUNS, SAVED, program, resumed
 
 TOLERANCES = {"host": 1e-2}
 REORDERED = {"tensor": 1e-7}
-"""Runs whose sums have had another order since they were recorded."""
+"""Runs -> their tolerance: the order of their sums has changed since they were recorded."""
 
 
 @pytest.fixture(scope="module")
 def records() -> dict[str, Any]:
-    """The numbers of the step after each checkpoint, and the facts of the machine that they are from."""
+    """The numbers of the step after each checkpoint, and the facts of the machine on which they were recorded."""
     found: dict[str, Any] = json.loads(RECORDS.read_text())
     return found
 
