@@ -46,7 +46,7 @@ def test_compiled_blocks_agree_with_the_cpu(name):
 
 
 def test_wide_products_and_padded_logits_agree_with_the_cpu():
-    """bf16: sums of products in fp32 without rounding in between; the vocabulary is no multiple of 128."""
+    """bf16: products are summed in fp32 without rounding in between; the vocabulary is not a multiple of 128."""
     program = replace(PROGRAM, precision="bf16", vocab=131)
     assert furthest(on_one_rank(program, CUDA), on_one_rank(program, CPU)) < 3e-2
 
@@ -91,7 +91,7 @@ def test_dropout_masks_are_the_cpus():
 
 
 def _first_mask(device):
-    """Where the embedding's dropout has put zeros in a step."""
+    """Mask of the zeros of the embedding's dropout in a step."""
     program, seen = replace(PROGRAM, layers=1, dropout=0.3, steps=1), []
     with engine_of(program, world_of_one(device)) as engine:
         (batch,) = batches(program, engine.mesh, 0)
@@ -132,7 +132,7 @@ def test_a_rank_leaves_when_the_other_is_killed():
 
 @pytest.mark.parametrize("offload", ["none", "stream", "hybrid"])
 def test_no_step_waits_for_the_device(offload):
-    """With clipping and the default guard, and with what the engine is given on the device already."""
+    """With clipping and the default guard, and with inputs and targets that are already on the device."""
     program = replace(PROGRAM, precision="bf16", optim={"offload": offload, "clip_norm": 1.0})
     with engine_of(program, world_of_one(CUDA)) as engine:
         steps = [[replace(one, inputs=one.inputs.to(CUDA), targets=one.targets.to(CUDA)) for one in batch]
