@@ -1,4 +1,4 @@
-"""One rank of every contender in turn, in one process: what test_pipeline_contenders starts twice.
+"""One rank of every contender in turn, in one process; test_pipeline_contenders starts two of them.
 
     python -m tests.benchmarks.peer_rank PORT RANK RANKS      prints name -> losses, as JSON
 """
@@ -20,7 +20,7 @@ from benchmarks.pipeline.workload import Workload
 STEPS = 3
 WORKLOAD = Workload(num_layers=3, hidden=32, heads=2, vocab=64, sequence=8, sequences=8, microbatches=4)
 BOUNDARIES = {1: (5,), 2: (2, 4, 6)}
-"""First block of each stage after the first, by stages per rank; for two ranks."""
+"""Stages per rank -> first block of each stage after the first, for two ranks."""
 
 
 def losses(contender: Contender, workload: Workload, place: Place) -> list[float | None]:

@@ -1,5 +1,5 @@
-"""Contenders of the elastic benchmarks do the same work: the same samples in the same order, and where nothing is
-frozen the same losses as transformers' model under torch's DDP. The programs run, and their files are complete."""
+"""Contenders of the elastic benchmarks do the same work: the same samples in the same order, and, if nothing is frozen,
+the same losses as transformers' model under torch's DDP. The programs run, and their files are complete."""
 
 import json
 import threading
@@ -20,7 +20,7 @@ pytest.importorskip("transformers")
 
 @pytest.fixture
 def taken(monkeypatch):
-    """Step -> replica -> numbers of the training samples that it took, of the run since the last clear()."""
+    """Step -> replica -> numbers of the training samples that it took, for the run since the last clear()."""
     found, lock, load = defaultdict(dict), threading.Lock(), Loader.microbatches
 
     def recorded(loader, step):
@@ -67,7 +67,7 @@ def test_the_same_losses_without_freezing_and_the_same_order_with_it(tmp_path, t
 
 @pytest.mark.slow
 def test_images(tmp_path):
-    """The ViT of transformers trains as ours does: class token, positions and patches decay alike."""
+    """The ViT of transformers trains like ours: weight decay of class token, positions and patches is the same."""
     import numpy as np
     from PIL import Image
 
@@ -89,8 +89,8 @@ def test_images(tmp_path):
 
 @pytest.mark.slow
 def test_a_decoder_trains_as_transformers_does(tmp_path):
-    """A Llama on text, alone and on two replicas: the same losses and the same held-out losses after each epoch, up to
-    the norms and angles that transformers computes in fp32."""
+    """A Llama on text, on one and on two replicas: the same losses and the same held-out losses after each epoch,
+    except for the norms and angles that transformers computes in fp32."""
     base = task_run("quick-decoder", tmp_path / "data", epochs=2, eval_epochs=1)
     found = named(pareto.pareto_contenders(base), ["plain", "none"])
     theirs, ours = (run_one(one, base, Stand(folder=tmp_path, threads=True)) for one in found)
@@ -103,7 +103,7 @@ def test_a_decoder_trains_as_transformers_does(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("task", ["quick", "quick-decoder"])
 def test_peers_freeze_and_adapt_as_ours_do(tmp_path, task):
-    """Static freezing, and adapters from the same start; the cache keeps half precision."""
+    """With static freezing, and with adapters from the same start; the cache keeps half precision."""
     base = task_run(task, tmp_path / "data", epochs=2, eval_epochs=1, dropout=0.0)
     found = named(pareto.pareto_contenders(base), ["plain-static-4", "plain-lora", "static-4", "lora"])
     by = {one.name: run_one(one, base, Stand(folder=tmp_path, threads=True)) for one in found}
@@ -169,7 +169,7 @@ def test_parts_with_real_ranks(tmp_path):
 def test_a_contender_that_fails_is_told_with_its_output(tmp_path):
     base = task_run("quick", tmp_path / "data", epochs=1)
     (none,) = named(contenders(base), ["none"])
-    (tmp_path / "bad.tsv").write_text("label\tsentence\n1\n")  # what a first look at its header does not find
+    (tmp_path / "bad.tsv").write_text("label\tsentence\n1\n")  # an error that a look at the header does not find
     base = replace(base, data=replace(base.data, train=str(tmp_path / "bad.tsv")))
     with pytest.raises(ContenderFailed, match=r"(?s)seed0-none ended with code .*bad\.tsv"):
         run_one(none, base, Stand(folder=tmp_path))

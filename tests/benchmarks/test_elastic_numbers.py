@@ -1,4 +1,4 @@
-"""What the benchmarks of elastic runs compute from what they measure: bounds, intervals, ratios, turns."""
+"""What the benchmarks of elastic runs compute from their measurements: bounds, intervals, ratios, turns."""
 
 import json
 from dataclasses import replace
@@ -73,7 +73,7 @@ REFERENCES = ("plain", "ddp", "none")
 
 
 def test_curves_are_compared_with_the_best_of_the_peers_and_of_early_stopping(tmp_path):
-    """plain is the best reference early, `none` later; `fast` is above both early on, and what it reaches stays; `late`
+    """`plain` is the best reference early, `none` later; `fast` is above both early, and its best score is kept; `late`
     has no point at first."""
     outcomes = []
     for seed in range(4):
@@ -121,7 +121,7 @@ def test_perplexities_are_compared_by_their_logarithms(tmp_path):
 
 
 def test_cases_that_would_not_end_in_time_are_not_started(tmp_path, monkeypatch, capsys):
-    """Of 19 cases of a seed two windows do five and four; what is kept is not done again; whole seeds alone count."""
+    """Of a seed's 19 cases, two windows do five and four; kept cases are not repeated; only complete seeds count."""
     now, ran = [0.0], []
 
     def run_one(contender, base, stand):
@@ -137,7 +137,7 @@ def test_cases_that_would_not_end_in_time_are_not_started(tmp_path, monkeypatch,
     assert "5 of 38 cases are done, the others take about 33 minutes" in capsys.readouterr().out
     assert pareto.measure(pareto.parse([*arguments, "4.2"])) is None and len(ran) == 9
     found = pareto.measure(pareto.parse([*arguments, "13"]))
-    assert len(ran) == 21 and len(set(ran[:19])) == 19 and ran[19] == ran[18], "seed by seed, and back"
+    assert len(ran) == 21 and len(set(ran[:19])) == 19 and ran[19] == ran[18], "seed by seed, in alternating order"
     assert len(found["outcomes"]) == 19 and {one["seed"] for one in found["outcomes"]} == {0}
     assert "not written, since seeds are missing" in capsys.readouterr().out
     assert len(pareto.measure(pareto.parse([*arguments, "0"]))["outcomes"]) == 19 and len(ran) == 21
@@ -168,7 +168,7 @@ def test_short_contenders_have_a_schedule_of_their_own(tmp_path):
 
 
 def test_data_of_ones_own(tmp_path):
-    """Fewer samples than by default: all of them, in whole batches."""
+    """With fewer samples than by default, all are used, in full batches."""
     lines = [f"{number % 2}\tsentence {number} is {'good' if number % 2 else 'bad'}" for number in range(60)]
     (tmp_path / "own.tsv").write_text("\n".join(["label\tsentence", *lines]) + "\n")
     base = task_run("quick", tmp_path, data=str(tmp_path / "own.tsv"), eval_epochs=1)
@@ -246,7 +246,8 @@ def test_what_json_lacks():
 
 @pytest.mark.slow
 def test_the_articles_runs_are_predicted_as_plans_are():
-    """Every course is the planner's and begins on the article's mesh, and later periods have more frozen layers."""
+    """The planner predicts every course, which begins on the article's mesh; later periods have no fewer frozen
+    layers."""
     small = replace(EXPERIMENTS[1], batch=32, samples=3200, model=replace(EXPERIMENTS[1].model, hidden=192, heads=3))
     rows = {(part, batch): (found, speed) for part, batch, found, speed, reason in predicted(small, article_cluster())}
     assert all(found is not None for found, _ in list(rows.values())[3:]) and len(rows) == 3 + 6

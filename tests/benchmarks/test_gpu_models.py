@@ -1,4 +1,4 @@
-"""The models of CUDA and NCCL run, agree with what they are held against, and notice a wrong use on purpose."""
+"""The models of CUDA and NCCL run, agree with their references, and detect deliberate misuse."""
 
 import queue
 import threading
@@ -21,7 +21,7 @@ from tests.errors import raises
 # ---------------------------------------------------------------------- NCCL
 
 class HostLoopOnly(NcclTransport):
-    """Posts sends and receives in the engine's thread alone."""
+    """Posts sends and receives only in the engine's thread."""
 
     def connect(self, sources, destinations, capacity_bytes):
         self._threads = [threading.Thread(target=lambda: None)]
@@ -49,12 +49,12 @@ class HostLoopOnly(NcclTransport):
 
 @pytest.mark.parametrize("synchronizing", [[], [1], [0, 1]])
 def test_neighbours_that_send_at_once_get_their_messages(synchronizing):
-    """Also where both wait for their whole devices, as in a cudaFree or the first use of a kernel."""
+    """Also if both wait for their entire devices, as in a cudaFree or the first use of a kernel."""
     assert nccl.exchange(synchronizing) == ["synchronized" if rank in synchronizing else "received" for rank in (0, 1)]
 
 
 def test_what_the_transport_refuses():
-    """A destination that was not named, and any call once it is closed."""
+    """A destination that was not named, and any call after it is closed."""
     devices = nccl.Devices(1)
     with devices.installed(), devices.as_rank(0):
         transport = nccl._transport(0, [queue.SimpleQueue()], NcclTransport)
@@ -69,7 +69,8 @@ def test_what_the_transport_refuses():
 
 
 def test_a_peer_that_is_lost_is_told_to_the_waiting_thread_and_beside_it():
-    """The second thread hears of it; the engine's thread raises it, and whoever watches a blocked one is told."""
+    """The second thread gets the error; the engine's thread raises it, and `on_lost` is called in case that thread is
+    blocked."""
     lost, devices = [], nccl.Devices(2)
     error = TransportError("is gone", where="rank 1 on 'pipeline'", remedy="Look there.")
 
@@ -99,7 +100,7 @@ def test_a_peer_that_is_lost_is_told_to_the_waiting_thread_and_beside_it():
 
 
 def test_memory_that_nccl_still_writes_is_not_given_back(monkeypatch):
-    """After an error a transport may be closed with a receive on the device, whose memory nobody else may get."""
+    """After an error a transport may be closed with a receive on the device, whose memory must not be reused."""
     kept, devices = [], nccl.Devices(2)
     monkeypatch.setattr(nccl_transport, "_left_behind", kept)
     with devices.installed(), devices.as_rank(0):
@@ -122,14 +123,14 @@ def test_receives_that_only_the_host_loop_posts_block_both(monkeypatch):
 @pytest.mark.parametrize("seeds", [range(60), pytest.param(range(60, 10_000), marks=[
     pytest.mark.slow, pytest.mark.timeout(3600)])], ids=["60", "10000"])
 def test_random_programs_with_device_wide_waits_end(seeds):
-    """Four ranks: sends of many sizes, receives, collectives, and synchronizations wherever they may be."""
+    """Four ranks: sends of many sizes, receives, collectives, and synchronizations at any place."""
     for seed in seeds:
         assert nccl.run_program(nccl.random_program(seed)) == {"ended": 4}, f"seed {seed}"
 
 
 @pytest.mark.parametrize("posts_first", [False, True])
 def test_a_device_that_waits_for_a_receive_that_nobody_posts(posts_first, monkeypatch):
-    """Two ranks send and synchronize: blocked, but not where they have posted their receives before."""
+    """Two ranks send and synchronize: they are blocked unless they have posted their receives before."""
     monkeypatch.setattr(nccl, "QUIET_SECONDS", 0.5)
     devices, ended = nccl.Devices(2), ["", ""]
 
@@ -163,7 +164,7 @@ def test_nccl_prints_a_table(capsys):
 
 @pytest.mark.parametrize("policy", ["message-driven", "1f1b"])
 def test_completion_without_launches_is_the_simulator(policy):
-    """With hosts that wait and launches that take no time the model is the planner's simulator."""
+    """With hosts that wait and launches that take no time, the model agrees with the planner's simulator."""
     pipeline = run_ahead.Pipeline(stages=4, microbatches=8, policy=policy, launch=0.0, hop=0.25)
     simulated = simulate([StageTimes(forward=1.0, backward=1.0, weight=1.0)] * 4, 8, policy_named(policy),
                          4, hop=0.25, defer_bytes="auto" if policy == "message-driven" else 0)
@@ -172,7 +173,7 @@ def test_completion_without_launches_is_the_simulator(policy):
 
 
 def test_choices_far_ahead_lose_where_times_vary():
-    """A host that chooses long before the device gets there chooses worse; a bound of one action mends it."""
+    """A host that chooses long before the device gets there chooses worse; a limit of one action ahead fixes that."""
     pipeline = run_ahead.Pipeline(stages=8, microbatches=32, jitter=0.5)
     found = run_ahead.efficiencies(pipeline, range(3))
     assert found["launch"] < found["completion"] < found["launch, 1"]
@@ -183,7 +184,7 @@ def test_choices_far_ahead_lose_where_times_vary():
 # ---------------------------------------------------------------------- launches
 
 def test_launches_and_host_reads_are_counted():
-    """A layer that reads a number back is noticed; views and allocations launch nothing."""
+    """A layer that reads a number back is detected; views and allocations launch nothing."""
     linear, x = nn.Linear(3, 3), torch.ones(2, 3)
     with launches.Launches() as counted:
         y = linear(x.view(2, 3)).transpose(0, 1)
@@ -202,7 +203,7 @@ def test_launches_of_a_step_are_whole_numbers_of_layers():
 
 
 def test_calls_of_an_update():
-    """One segment a bucket where everything decays alike, more where vectors do not."""
+    """One segment a bucket if all parameters have the same decay, more if vectors have none."""
     alike, apart = (launches.update_calls(2, 256, 4, decay) for decay in ("all", "matrices"))
     assert alike.calls == alike.buckets < apart.calls and alike.parameters == apart.parameters
 

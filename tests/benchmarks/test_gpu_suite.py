@@ -40,7 +40,7 @@ ROOT = Path(__file__).parents[2]
 DRY = case.Options(dry_run=True)
 MEASURED = {name: row for name, row in rows.ROWS.items() if row.command is None}
 SHAPED = "mfu", "peer", "profile"
-"""Cases whose first argument is a shape, which a dry run has one of."""
+"""Cases whose first argument is a shape; a dry run has only one shape."""
 DISTINCT = list({(row.case, row.arguments[1:] if row.case in SHAPED else row.arguments): name
                  for name, row in reversed(MEASURED.items()) if name not in ("parity-1", "parity-2")}.values())
 """Rows that differ in a dry run."""
@@ -103,7 +103,7 @@ def test_each_row_has_its_end_and_its_log(own_rows, tmp_path, capsys):
 
 
 def test_a_row_that_hangs_costs_its_limit_and_leaves_no_process(own_rows, tmp_path):
-    """It is told to end, so that it ends its own processes; what does not listen is killed."""
+    """The row gets a signal to end, so that it ends its own processes; processes that ignore the signal are killed."""
     own_rows(0.4, hangs="import subprocess, sys, time; started = subprocess.Popen([sys.executable, '-c', 'import time; "
                         "time.sleep(100)']); print(started.pid, flush=True); time.sleep(100)", next="print(1)")
     assert suite.main(["--dry-run", "--output", str(tmp_path)]) == 1
@@ -201,7 +201,7 @@ def test_waits_for_events_and_devices_are_counted():
 
 
 def test_a_profile_counts_what_the_device_does_once(monkeypatch):
-    """Host entries have the time of their kernels again; the idle time is what no kernel covers."""
+    """Host entries repeat the time of their kernels; idle time is the time that no kernel covers."""
     def event(name, start, end, kind=DeviceType.CUDA, **more):
         return SimpleNamespace(name=name, device_type=kind, time_range=SimpleNamespace(start=start, end=end), **more)
 
@@ -229,7 +229,7 @@ TINY = ["--hidden", "128", "--vocab", "64", "--sequence", "16"]
 
 
 class Backend:
-    """In place of the process groups that a machine without NCCL cannot make."""
+    """Replaces the process groups that a machine without NCCL cannot make."""
 
     def __init__(self, rank, size, store, device, seconds):
         self._inner = programs.InProcessWorld(1).backend(0)
@@ -246,7 +246,7 @@ def small(monkeypatch):
             monkeypatch.setattr(module, name, cases_speed.DRY if module is not cases_correctness
                                 else cases_correctness.TINY)
     monkeypatch.setattr(case.Options, "sized", lambda self, on_device, dry: dry)
-    arange = torch.arange  # of the products by which a peak is measured
+    arange = torch.arange  # used by the products that measure the peak
     monkeypatch.setattr(torch, "arange", lambda *sizes, **options: arange(
         *(min(size, 64) if size == 8192 else size for size in sizes), **options))
     monkeypatch.setattr(memory, "TorchBackend", Backend)
@@ -285,7 +285,7 @@ def test_every_line_for_devices_runs_on_a_fake_one(small, monkeypatch, capsys, t
                      "--rounds", "1", "--steps", "1", "--profile", "--output", str(tmp_path / "layers.json")])
     assert {line["ended"] for line in lines_of(tmp_path) if line.get("stress") == "free"} == {"hung"}
     source, first = inspect.getsourcelines(memory.try_fsdp)
-    peer = range(first, first + len(source))  # torch's FSDP needs process groups of a real device
+    peer = range(first, first + len(source))  # torch's FSDP needs process groups on a real device
     missed = [(module, line) for module in (case, cases_memory, cases_speed, device_events, memory, layers)
               for line in recorded.missed(Path(module.__file__))
               if any(word in line.lower() for word in ("cuda", "device", "stream"))
@@ -295,7 +295,7 @@ def test_every_line_for_devices_runs_on_a_fake_one(small, monkeypatch, capsys, t
 
 
 ON_THE_CPU = ("dry_run", "nothing to measure", "if not torch.cuda.is_available()", "failure(error)")
-"""Lines that run without a device, or after an error, only."""
+"""Lines that run only without a device or after an error."""
 
 
 def on_the_cpu(profile, *, activities, **named):
@@ -309,7 +309,7 @@ def ranks_in_threads(target, size, transport, *, args, device, timeout_seconds, 
 
 
 def one_try_here(capsys):
-    """`memory --one-try` in this process, where three layers do not fit; any other program ends well."""
+    """Runs `memory --one-try` in this process, where three layers do not fit; any other program ends normally."""
     def run(command, **named):
         if "--one-try" not in command:
             return SimpleNamespace(returncode=0, stdout="Clocks", stderr="")

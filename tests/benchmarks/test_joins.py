@@ -1,4 +1,4 @@
-"""The soak of joins and losses: one run in `make test-all`; and that it notices what it looks for."""
+"""The soak of joins and losses: one run in `make test-all`, and tests that it detects what it looks for."""
 
 import json
 

@@ -1,5 +1,5 @@
 """The memory benchmarks in their quick form: they run, their files are complete, bytes agree with the formulas and
-losses with each other. Nothing here is about speed."""
+losses with each other. Speed is not tested."""
 
 import json
 import subprocess

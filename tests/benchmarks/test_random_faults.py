@@ -1,4 +1,5 @@
-"""Random faults inside ranks, a few and many, in the slow tests; and that it would notice what it looks for."""
+"""Random faults inside ranks, a few and many, in the slow tests; and tests that the program detects what it looks
+for."""
 
 import random
 import re
@@ -26,7 +27,7 @@ def run(*args, timeout):
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_a_few_random_faults(tmp_path):
-    """By this seed the first run is elastic."""
+    """With this seed the first run is elastic."""
     done = run("--faults", 2, "--minutes", 0.2, "--seed", 21, "--by-command", 0, "--timeout", 6, "--out",
                tmp_path / "table.md", timeout=580)
     assert done.returncode == 0, done.stdout + done.stderr[-5000:]

@@ -1,4 +1,4 @@
-"""Simulated shares of a pipeline's time, and exposed bytes of the tensor mesh: both run and tell rules apart."""
+"""Simulated shares of a pipeline's time, and exposed bytes of the tensor mesh: both run and distinguish rules."""
 
 from dataclasses import replace
 
@@ -34,7 +34,7 @@ def test_budgets_are_those_of_each_rank():
 
 
 def test_slices_of_products_are_simulated():
-    """Of one stage a rank the work is the same, and slices lose nothing."""
+    """With one stage a rank the work is the same, and slices lose nothing."""
     case = slices.Case(pipe=4, per_rank=1, microbatches=8, head=8.0, memory=1.1)
     whole, cut = (slices.share(case, slices.Slices(head=count)) for count in (1, 4))
     assert 0 < whole <= cut < 1
@@ -55,7 +55,7 @@ def test_shares_prints_tables(capsys):
 
 @pytest.mark.parametrize("before", [0, 1, 4])
 def test_products_before_the_wait_hide_a_transfer(before):
-    """Each for as long as it takes, and once."""
+    """Each product hides a transfer for as long as the product takes, and only once."""
     clock = exposed.Clock(flops_per_second=2 * 8**3, bytes_per_second=768 / 2)  # a product 1 s, a transfer 2 s
     group = exposed.WatchedGroup("row", 4, clock)
     with torch.device("meta"), exposed.Products(clock):
@@ -77,7 +77,7 @@ def test_products_before_the_wait_hide_a_transfer(before):
     pytest.param(case, last, marks=() if last and case in exposed.HELD[1::40] else pytest.mark.slow)
     for case in exposed.HELD for last in (False, True)], ids=str)
 def test_products_hide_all_but_one_panel_of_each_activation(case, last):
-    """On the first rank of the mesh and on the last one."""
+    """On the first and the last rank of the mesh."""
     at = (case.row - 1, case.col - 1) if last else (0, 0)
     transfers = exposed.transfers(replace(case, at=at), load_cluster("h100"))
     hidden, total = exposed.hidden_bytes(transfers)

@@ -1,4 +1,4 @@
-"""Slow links: never too early, in order, repeatable, and asleep while they wait."""
+"""Slow links: messages are never early, in order and repeatable, and waiting ranks sleep."""
 
 import math
 import time
@@ -80,7 +80,8 @@ def test_links_may_differ_by_edge():
 
 
 def test_collectives_take_as_long_as_a_ring():
-    """Two latencies and 400 kB for an all-reduce of 400 kB, from the last member's call on; then one after another."""
+    """An all-reduce of 400 kB takes two latencies and 400 kB, from the last member's call; collectives run one after
+    another."""
     link = Link(latency_seconds=0.05, bytes_per_second=4e6)
 
     def run(world):

@@ -1,4 +1,4 @@
-"""The soak: two faults, and every kind under every launcher, in the slow tests; and that it would notice them."""
+"""The soak: two faults, and every kind under every launcher, in the slow tests; and tests that it detects problems."""
 
 import json
 import signal
@@ -29,7 +29,7 @@ def run(*args, timeout):
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_two_faults_and_none_again(tmp_path):
-    """Limits are wide: this looks for what is lost or left, on machines that may be busy."""
+    """Limits are wide: the test looks for lost steps and leftovers, on machines that may be busy."""
     args = ("--kinds", "killed-launcher,damaged-logs", "--launchers", "python", "--cases", 1, "--limit-seconds", 60,
             "--outcomes", tmp_path / "outcomes.jsonl")
     code, text = run(*args, timeout=580)
@@ -65,7 +65,7 @@ time.sleep(60)
 
 @pytest.fixture
 def tree(tmp_path):
-    """A launcher with a rank in a session of its own, which has a child in another."""
+    """A launcher with a rank in its own session, which has a child in another session."""
     start = Start("python", 1, ["-c", _TREE], tmp_path / "log.txt")
     assert start.wait_until(lambda: len(start.processes()) == 3, 30)
     yield start
@@ -169,11 +169,11 @@ def test_a_run_that_does_not_end(trial, tmp_path):
 def test_a_run_that_may_go_on_is_judged_by_its_last_step(trial, tmp_path):
     program = f"import time; time.sleep(4); open({str(tmp_path / 'run' / 'metrics.jsonl')!r}, 'w').write('x')"
     trial.wait_gone(Start("python", 1, ["-c", program], tmp_path / "log.txt"), may_go_on=True)
-    assert trial.outcome.seconds < 4  # not from the fault on: the write came after so long
+    assert trial.outcome.seconds < 4  # counted from the last write, 4 s after the fault
 
 
 def test_a_second_start_that_trained_while_the_first_waited_for_it(trial, tmp_path, monkeypatch):
-    """Nothing is wrong with that, but nothing is shown either."""
+    """That is not a problem, but it shows nothing either."""
     wait = "while not path.exists(): time.sleep(0.02)\n"
     programs = [
         f"import pathlib, socket, time\npath = pathlib.Path({str(tmp_path / 'owner')!r})\n{wait}"

@@ -1,4 +1,4 @@
-"""The standing table: every row of every source is a run that can be, and what is said of rows is right."""
+"""The standing table: every row of every source is a possible run, and statements about rows are right."""
 
 import json
 import tomllib
@@ -38,7 +38,7 @@ def test_orders_and_errors_of_a_source():
 
 
 def test_the_command_waits_for_messages_where_the_source_did(tmp_path):
-    """And what it refuses is no row: float8 on layers that are split."""
+    """A run that it refuses, such as float8 on sharded layers, gives no row."""
     settings = {"precision": "bf16", "model.num-layers": 2, "model.hidden": 256, "model.heads": 4, "model.vocab": 512,
                 "model.sequence": 64, "tensor.scheme": "megatron", "mesh.col": 2, "mesh.pipe": 2, "mesh.data": 1,
                 "batch.global-size": 8, "batch.microbatch-size": 2}

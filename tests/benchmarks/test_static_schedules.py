@@ -1,4 +1,4 @@
-"""The schedule that is chosen by simulation beside ZB-V and DualPipeV: bounds of a deterministic simulation."""
+"""The schedule that is chosen by simulation compared with ZB-V and DualPipeV: bounds of a deterministic simulation."""
 
 import json
 import random
@@ -35,8 +35,8 @@ def name_of(case):
 
 @pytest.mark.parametrize(("pipe", "microbatches"), [(4, 8), (4, 16), (8, 16)])
 def test_the_fixed_orders_are_what_their_papers_say(pipe, microbatches):
-    """Without messages, of equal blocks: only the way to the last rank is lost, at 1F1B's memory, and half a microbatch
-    more with DualPipeV."""
+    """Without message times and with equal blocks, only the way to the last rank is lost, at 1F1B's memory, plus half a
+    microbatch with DualPipeV."""
     case = Case(pipe=pipe, microbatches=microbatches, blocks="equal", hop=0.0)
     least = (pipe - 1) / (6 * microbatches + pipe - 1)
     for schedule, peak in (("ScheduleZBVZeroBubble", 1.0), ("ScheduleDualPipeV", 1 + 1 / (2 * pipe))):
@@ -52,7 +52,7 @@ def test_half_the_bubble_of_1f1b_in_its_memory(case, memory):
 
 
 def slower(found, other):
-    """How many times as long a step takes."""
+    """Ratio of the step times of `found` and `other`."""
     return found.seconds / other.seconds
 
 

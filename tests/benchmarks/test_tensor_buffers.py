@@ -1,4 +1,4 @@
-"""Live bytes beside those of Optimus' buffers and its method 1, counted, not timed."""
+"""Live bytes compared with those of Optimus' buffers and its method 1, counted, not timed."""
 
 import json
 

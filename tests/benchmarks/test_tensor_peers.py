@@ -33,7 +33,7 @@ HERE = "tests.benchmarks.test_tensor_peers"
 
 
 def compared(world, transport: str) -> dict[str, dict]:
-    """For each contender of this transport what its second step differs by, and what it needs for that."""
+    """Contender of this transport -> differences of its second step, and the resources that it needs."""
     return {one.name: _compared(one, world) for one in contenders(RANKS) if one.transport == transport}
 
 
@@ -48,7 +48,7 @@ def _compared(contender: Contender, world) -> dict:
         is_peer = isinstance(stack, AutogradStack)
         for _ in range(2):
             stack.clear()
-            moves = CommDebugMode(), CommDebugMode()  # with backward hooks on modules, which layers on columns refuse
+            moves = CommDebugMode(), CommDebugMode()  # has backward hooks on modules, which layers on columns refuse
             with moves[0] if is_peer else contextlib.nullcontext():
                 y = stack.forward(x)
             with moves[1] if is_peer else contextlib.nullcontext():
@@ -83,7 +83,7 @@ def open_over_mpi(stem: Stem, contender: Contender, place: Place):
 
 @contextlib.contextmanager
 def open_alone(stem: Stem, contender: Contender, place: Place):
-    """One rank. Setting `wrong`: the last bias is left out."""
+    """One rank. With the setting `wrong`, the last bias is zero."""
     network = stem.network()
     if contender.settings.get("wrong"):
         list(network.children())[-1].mlp.fc2.bias.data.zero_()
@@ -138,7 +138,7 @@ def test_peers_move_each_sublayer_s_tensors_once_each_way(over_gloo):
 @pytest.mark.slow
 def test_saved_bytes_are_those_of_the_activations(over_gloo):
     """A layer keeps x and x + attention, both norms, qkv and heads, fc1 and GELU, in units of one tensor [B, S, H];
-    and four statistics of norms and one a head of the softmax, in units of [B, S]."""
+    and four statistics of norms and one of the softmax per head, in units of [B, S]."""
     kept = {"fsdp2": (2 / 4 + 2 / 4 + 4 / 4 + 8 / 4, 4 / 4 + STEM.heads / 4),
             "dtensor-sp": (2 / 4 + 2 + 4 / 4 + 8 / 4, 4 / 4 + STEM.heads / 4),
             "dtensor": (2 + 2 + 4 / 4 + 8 / 4, 4 + STEM.heads / 4)}

@@ -1,5 +1,5 @@
 """The programs that count bytes, memory and time on the tensor mesh, in their quick form: they run, and their files are
-complete. Nothing here is about speed."""
+complete. Speed is not tested."""
 
 import json
 import random
@@ -110,7 +110,7 @@ def test_scaling(tmp_path, capsys):
 
 @pytest.mark.slow
 def test_isoefficiency():
-    """Megatron's bytes grow as the paper says, Optimus' as its trees; on rings the logarithm goes."""
+    """Megatron's bytes grow as the paper says, Optimus' as its trees; with rings the logarithm disappears."""
     found = {row["name"]: row for row in scaling.isoefficiency(scaling.MANY_RANKS, 6144, 512)}
     for row in found.values():
         ratios = [point["bytes_per_flop"] for point in row["points"] if "bytes_per_flop" in point]

@@ -1,4 +1,4 @@
-"""The curve beside transformers' in its quick form: both start alike, and stay together."""
+"""The curve compared with transformers' in its quick form: both start the same, and stay together."""
 
 import json
 import subprocess
