@@ -1,15 +1,15 @@
-"""What a checkpoint costs a run: ours against torch.distributed.checkpoint's asynchronous save, in one run.
+"""Cost of a checkpoint for a run: ours against torch.distributed.checkpoint's asynchronous save, in one run.
 
     python -m benchmarks.checkpoint.stall [--quick] [--folder DIR]
 
 Two ranks on data 2 over Gloo train one model with AdamW, ours by our engine, the peer by DistributedDataParallel. Each
 contender's turn is two blocks of the same number of steps: one that begins with an asynchronous save and ends when both
-the steps and the save are done, and one without. Contenders are processes that stay; they take turns, forwards and
-backwards through the list in turn, and sleep meanwhile.
+the steps and the save are done, and one without a save. Contenders are processes that stay alive; they take turns,
+alternately forwards and backwards through the list, and sleep between their turns.
 
     stall      how long training is held up, on the rank that waits longest: by the call that begins the save, and
                (where a thread stages) before the next update by what is not staged yet
-    cost       what the block with the save takes more than the one without: the stall, and cores that the writing takes
+    cost       additional time of the block with the save: the stall, and cores that the writing takes
 
 Both write all parameters and both moments, each rank its share, to the same folder, flushed to the disk. Ratios are the
 peer's over ours, formed within each round: above 1 ours costs less.
@@ -55,14 +55,14 @@ RANKS = 2
 _TIMEOUT = timedelta(seconds=300)
 
 Step = Callable[[int], float]
-"""Training step `number`; returns the seconds that it waited for a copy before it updated anything."""
+"""Training step `number`; returns the seconds that it waited for a copy before its update."""
 Save = Callable[[Path], Callable[[], None]]
-"""Begins a save; returns what waits until it is on the disk."""
+"""Begins a save; returns a function that waits until the save is on the disk."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Turn:
-    """One block on one rank, seconds."""
+    """One block on one rank, in seconds."""
 
     seconds: float
     stall_seconds: float = 0.0
@@ -100,7 +100,7 @@ def open_ours(workload: Workload, rank: int, store: dist.Store) -> Iterator[tupl
 @contextmanager
 def open_torch(workload: Workload, rank: int, store: dist.Store, *, thread: bool) -> Iterator[tuple[Step, Save]]:
     dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS)
-    saving = dist.new_group(backend="gloo")  # its own, as its documentation asks for
+    saving = dist.new_group(backend="gloo")  # a separate group, as the peer's documentation asks for
     model = workload.model()
     network = DistributedDataParallel(whole_network(workload, model), gradient_as_bucket_view=True)
     optimizer = workload.optimizer(network.parameters())
@@ -137,9 +137,9 @@ def open_torch(workload: Workload, rank: int, store: dist.Store, *, thread: bool
 
 
 def serve(commands: Connection, workload: Workload, contender: str, rank: int, port: int, folder: Path) -> None:
-    """The life of one rank: blocks of steps, with a save or without, until there are none."""
+    """Process of one rank: runs blocks of steps, with or without a save, until the driver ends it."""
     torch.set_num_threads(1)
-    warnings.filterwarnings("ignore", message="Detected an existing checkpoint")  # each save replaces the one before
+    warnings.filterwarnings("ignore", message="Detected an existing checkpoint")  # each save replaces the previous one
     store = dist.PrefixStore(contender, dist.TCPStore("127.0.0.1", port, is_master=False, timeout=_TIMEOUT))
     opened = open_ours(workload, rank, store) if contender == "ours" else open_torch(
         workload, rank, store, thread=contender != "DCP")
@@ -148,7 +148,7 @@ def serve(commands: Connection, workload: Workload, contender: str, rank: int, p
         commands.send("ready")
         while (command := commands.recv()) is not None:
             steps, saves = command
-            step(number)  # what slept is awake again
+            step(number)  # wakes up threads that slept
             began, stall, wait = time.monotonic(), 0.0, None
             if saves:
                 wait = save(folder)
@@ -188,7 +188,7 @@ class Team:
 
     def end(self) -> None:
         for pipe in self._pipes:
-            with suppress(BrokenPipeError):  # a rank that has failed has said why
+            with suppress(BrokenPipeError):  # a rank that has failed has printed the reason
                 pipe.send(None)
         for process in self._processes:
             process.join(30)
@@ -200,7 +200,7 @@ def folder_bytes(folder: Path) -> int:
 
 
 def run(workload: Workload, rounds: int, steps: int, folder: Path) -> dict[str, dict[str, Any]]:
-    """Contender -> stalls and costs in seconds, one a round, seconds of a step, and bytes of a checkpoint."""
+    """Contender -> stalls and costs in seconds, one per round, seconds of a step, and bytes of a checkpoint."""
     context = multiprocessing.get_context("spawn")
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     teams = {name: Team(context, workload, name, store.port, folder / name.replace(" ", "-"))

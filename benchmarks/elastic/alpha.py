@@ -3,7 +3,7 @@
     python -m benchmarks.elastic.alpha [--task sentiment | cifar10] [--alphas 1/5 1/3 2/5 1/2] [--every 1 2] [--quick]
 
 `none` and, for each alpha, `all` as in benchmarks/elastic/parts.py, paired by seed: four ranks, ten epochs, one process
-after the other, forwards and backwards through the list in turn. Nothing else changes with alpha, but for the epochs
+after the other, alternately forwards and backwards through the list. Nothing else changes with alpha, except the epochs
 between two freezings: with --every 1 2 each alpha is tried with both.
 """
 

@@ -3,11 +3,11 @@
     python -m benchmarks.elastic.article
 
 The planner follows each run as it would a user's: the same decisions, memory and costs as `ranvier plan`. The baseline
-is the article's, GPipe with data parallelism (pipe 8 x data 2, 2 K microbatches) without freezing; beside it stand the
-same mesh with message-driven stages, and data parallelism alone, where it fits. Device and links are
-those of the shipped cluster `frontera`, whose shares were calibrated on the same device in fp32; bandwidths are those
-of the article (PCI 3.0, and 5 GB/s of InfiniBand). Of its settings the article states the models, data sets, about 400
-and 64 samples for each pipeline, and alpha 1/3 for the figure of its parts; ten epochs are assumed for all.
+is the article's, GPipe with data parallelism (pipe 8 x data 2, 2 K microbatches) without freezing; the table also has
+the same mesh with message-driven stages, and data parallelism alone, if it fits. Device and links are those of the
+shipped cluster `frontera`, whose shares were calibrated on the same device in fp32; bandwidths are those of the article
+(PCI 3.0, and 5 GB/s of InfiniBand). The article states the models, data sets, about 400 and 64 samples for each
+pipeline, and alpha 1/3 for the figure of its parts; ten epochs are assumed for all.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ PARTS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Experiment:
-    """task, data: as --data.task and --data.train. samples: of a training epoch. batch: samples for each pipeline.
-    published: speed-up by part, as the article has it."""
+    """task, data: as --data.task and --data.train. samples: samples of a training epoch. batch: samples for each
+    pipeline. published: the article's speed-up by part."""
 
     name: str
     task: str
@@ -50,7 +50,7 @@ class Experiment:
     published: dict[str, float]
 
     def run(self, elastic: Elastic, policy: str = "gpipe") -> ResolvedRun:
-        """On pipe 8 x data 2, in 16 microbatches for each pipeline."""
+        """The run on pipe 8 x data 2, with 16 microbatches for each pipeline."""
         return resolve(Run(mesh=Mesh(pipe=8, data=2), precision="fp32", model=self.model, elastic=elastic,
                            batch=Batch(global_size=2 * self.batch, microbatch_size=self.batch // 16),
                            pipeline=Pipeline(policy=policy), train=Train(epochs=EPOCHS),
@@ -78,7 +78,7 @@ def article_cluster() -> Cluster:
 
 
 def predicted(experiment: Experiment, cluster: Cluster) -> Iterator[tuple[str, str, Course | None, float, str]]:
-    """(part, global batch, its course, its speed over the baseline, why it cannot be) of each part."""
+    """(part, global batch, its course, its speed over the baseline, why it is impossible) of each part."""
     work, baseline = Work(), predict(experiment.run(Elastic()), cluster)
     steps = -(-experiment.samples * EPOCHS // (2 * experiment.batch))
     yield "none", "", None, 1.0, baseline.reason
@@ -91,7 +91,7 @@ def predicted(experiment: Experiment, cluster: Cluster) -> Iterator[tuple[str, s
         for batch in ("keep", "grow") if elastic.auto_dp else ("keep",):
             run = experiment.run(replace(elastic, global_batch=batch))
             found = course(run, cluster, work)
-            assert found is not None  # the cap freezes by epochs, whose length is given
+            assert found is not None  # the cap freezes by epochs, and their length is given
             yield part, batch, found, whole / found.seconds, ""
 
 

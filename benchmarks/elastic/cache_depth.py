@@ -1,11 +1,11 @@
-"""From how many frozen layers on the cache is faster than computing them again (PipeTransformer's Figure 12).
+"""The number of frozen layers from which the cache is faster than recomputing them (PipeTransformer's Figure 12).
 
     python -m benchmarks.elastic.cache_depth [--task sentiment | cifar10] [--rounds 3] [--depths 1 2 4] [--quick]
 
-One rank with all cores freezes the given number of layers after its first step, with the cache on from one layer on,
-and without it. The first two epochs write; steps of the epochs after them count. With and without are runs of their
-own, one after the other; their ratio is formed within a round. Times are of whole training steps: the layers that go
-on training are the same in both. `hits` tells how many samples were read whole.
+One rank with all cores freezes the given number of layers after its first step, with the cache enabled from one layer
+on, and without it. The first two epochs write the cache; steps of later epochs count. Runs with and without the cache
+are separate, one after the other; their ratio is formed within a round. Times are those of complete training steps: the
+layers that are still trained are the same in both. `hits` is the number of samples that were read completely.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def contender(depth: int, cache: bool) -> Contender:
 
 
 def seconds_per_sample(outcome: Outcome, base: Run) -> float:
-    """Of a step after the epochs that write."""
+    """Seconds per sample of a step after the epochs that write."""
     first = _WRITING * base.data.train_samples // base.batch.global_size
     return median(outcome.step_seconds[first:]) / base.batch.global_size
 

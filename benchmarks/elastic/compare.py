@@ -17,7 +17,7 @@ WANTED = "wanted: all at 2.83 times none, with accuracy no more than 0.5 points 
 
 @dataclass(frozen=True, kw_only=True)
 class Line:
-    """One contender over its seeds. speedup: of seconds without evaluations; with_eval: with them. bound: of compute
+    """One contender over its seeds. speedup: by seconds without evaluations; with_eval: with them. bound: by compute
     alone."""
 
     name: str
@@ -32,16 +32,16 @@ class Line:
     by_count: Interval | None
     bound: float | None
     decided_seconds: float
-    """Of the seconds, what is neither a step nor a transition."""
+    """Seconds that belong neither to a step nor to a transition."""
     transitions: tuple[str, ...]
-    """Of the first seed."""
+    """Transitions of the first seed."""
 
     def document(self) -> dict[str, object]:
         return asdict(self)
 
 
 def lines(outcomes: Sequence[Outcome], base: str, bounds: dict[str, float]) -> list[Line]:
-    """One for each name, in the order of their first appearance; `base` is what they are compared with."""
+    """One line for each name, in the order of their first appearance; all are compared with `base`."""
     by_name: dict[str, dict[int, Outcome]] = {}
     for one in outcomes:
         by_name.setdefault(one.name, {})[one.seed] = one
@@ -69,7 +69,7 @@ def _line(name: str, mine: dict[int, Outcome], base: dict[int, Outcome], bound: 
 
 
 def markdown(head: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    """A heading and a table, all cells as wide as they must be."""
+    """A heading and a table, with columns as wide as their cells need."""
     cells = [list(map(str, columns)), *(list(map(str, row)) for row in rows)]
     widths = [max(len(row[column]) for row in cells) for column in range(len(columns))]
 

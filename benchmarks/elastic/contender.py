@@ -1,4 +1,4 @@
-"""Who takes part, and what each changes in the task's run."""
+"""The contenders, and what each changes in the task's run."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from ranvier.mesh import Mesh
 
 PEER = "ddp-torch"
 ENDS = ("none", "all")
-"""What is compared over all seeds."""
+"""Contenders that are compared over all seeds."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Contender:
-    """One line of a table. microbatch_size, lora, learning_rate: None is the run's. length: of the run, learning rate's
-    schedule included, as a share of the others'. peer: a loop over transformers' model, under torch's DDP where `data`
-    is above 1."""
+    """One line of a table. microbatch_size, lora, learning_rate: None is the run's. length: length of the run,
+    including the learning rate schedule, as a share of the others' length. peer: a loop over transformers' model, under
+    torch's DDP where `data` is above 1."""
 
     name: str
     data: int = 1
@@ -46,8 +46,8 @@ class Contender:
 
 def contenders(base: Run, *, ranks: int = 4, alpha: float = 1 / 3, cut: str = "exact", every: int = 0
                ) -> list[Contender]:
-    """All of them, in the order of the table. Frozen layers drop nothing, with and without the cache. every: steps
-    between evaluations of the policy, 0 for an epoch."""
+    """All contenders, in the order of the table. Frozen layers have no dropout, with and without the cache. every:
+    steps between evaluations of the policy, 0 for an epoch."""
     frozen = Elastic(freeze="cap", alpha=alpha, frozen_dropout=False, every=every)
     packed = replace(frozen, auto_pipe=True, cut=cut)
     share = base.batch.global_size // ranks
@@ -64,7 +64,7 @@ def contenders(base: Run, *, ranks: int = 4, alpha: float = 1 / 3, cut: str = "e
 
 
 def named(found: Sequence[Contender], names: Sequence[str]) -> list[Contender]:
-    """Those with these names, in their own order. ValueError for a name that nobody has."""
+    """The contenders with these names, in the order of `found`. ValueError for an unknown name."""
     unknown = sorted(set(names) - {one.name for one in found})
     if unknown:
         raise ValueError(f"no contender is called {', '.join(unknown)}; there are "

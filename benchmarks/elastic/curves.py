@@ -1,7 +1,7 @@
 """Curves of quality over seconds: compared at budgets of seconds, seed by seed, as a sentence, a table and a picture.
 
-A curve has a point for each evaluation: (seconds of training until then; score). A higher score is better: it is the
-accuracy, or minus the held-out loss of a language model, whose exponential is the perplexity.
+A curve has a point for each evaluation: (seconds of training until then; score). A higher score is better: the score is
+the accuracy, or minus the held-out loss of a language model, whose exponential is the perplexity.
 """
 
 from __future__ import annotations
@@ -23,14 +23,15 @@ from benchmarks.elastic.outcome import Outcome
 BUDGETS = 8
 """Budgets of seconds in a table."""
 SEEDS_WANTED = 10
-"""A claim needs so many."""
+"""Seeds that a claim needs."""
 
 Curve = Sequence[tuple[float, float]]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Scale:
-    """How scores are shown. shown: score -> number; unit: after it; points: what a hundredth of a score is."""
+    """How scores are shown. shown: score -> number; unit: text after the number; points: name of a hundredth of a
+    score."""
 
     name: str
     shown: Callable[[float], float]
@@ -51,13 +52,14 @@ PERPLEXITY = Scale(name="perplexity", shown=lambda score: exp(-score), unit="",
 
 
 def best_at(curve: Curve, seconds: float) -> float | None:
-    """The best score that was reached within so many seconds; None before the first evaluation."""
+    """The best score that was reached within this many seconds; None before the first evaluation."""
     within = bisect_right([at for at, _ in curve], seconds)
     return max((score for _, score in curve[:within]), default=None)
 
 
 def budgets_of(outcomes: Sequence[Outcome], references: Sequence[str], count: int = BUDGETS) -> list[float]:
-    """Evenly spread from when all references have a first point, in all seeds, to the last end."""
+    """Budgets that are evenly spread from the time when all references have a first point, in all seeds, to the last
+    end."""
     first = max(one.curve[0][0] for one in outcomes if one.name in references)
     last = max(one.curve[-1][0] for one in outcomes)
     return [first + (last - first) * number / (count - 1) for number in range(count)]
@@ -65,8 +67,8 @@ def budgets_of(outcomes: Sequence[Outcome], references: Sequence[str], count: in
 
 @dataclass(frozen=True, kw_only=True)
 class Cell:
-    """One contender at one budget. reference: the best of the references there, by the mean over the seeds. score and
-    difference are None where it has no evaluation yet, for some seed."""
+    """One contender at one budget. reference: the best of the references at this budget, by the mean over the seeds.
+    score and difference are None if the contender has no evaluation yet for some seed."""
 
     name: str
     seconds: float
@@ -76,13 +78,14 @@ class Cell:
 
     @property
     def is_above(self) -> bool:
-        """Whether it is above the reference by more than the half interval."""
+        """Whether the contender is above the reference by more than the half interval."""
         return self.difference is not None and self.difference.middle > self.difference.half
 
 
 def cells(outcomes: Sequence[Outcome], budgets: Sequence[float], references: Sequence[str]) -> list[Cell]:
-    """One for each contender and budget, over the seeds, which must be the same for all; those of `references`, too,
-    which are compared with the best of them. At each budget some reference must have been evaluated."""
+    """One cell for each contender and budget, over the seeds, which must be the same for all; also for the contenders
+    of `references`, which are compared with the best of them. At each budget some reference must have been
+    evaluated."""
     curves: dict[str, dict[int, Curve]] = {}
     for one in outcomes:
         curves.setdefault(one.name, {})[one.seed] = one.curve
@@ -102,8 +105,8 @@ def cells(outcomes: Sequence[Outcome], budgets: Sequence[float], references: Seq
 
 
 def corrected(ours: Sequence[float], theirs: Sequence[float], comparisons: int) -> Interval:
-    """The mean of ours - theirs in hundredths, seed by seed, with the half interval that holds for all of so many
-    comparisons together at 95 % (Student's t; Bonferroni). Infinite for one seed."""
+    """The mean of ours - theirs in hundredths, seed by seed, with the half interval that holds for all `comparisons`
+    together at 95 % (Student's t; Bonferroni). Infinite for one seed."""
     differences = [100.0 * (a - b) for a, b in zip(ours, theirs, strict=True)]
     if len(differences) < 2:
         return Interval(middle=differences[0], half=inf)
@@ -112,7 +115,7 @@ def corrected(ours: Sequence[float], theirs: Sequence[float], comparisons: int) 
 
 
 def claim(found: Sequence[Cell], references: Sequence[str], num_seeds: int, scale: Scale = ACCURACY) -> str:
-    """The one sentence that the curves allow."""
+    """The claim that the curves allow, as one sentence."""
     compared = [cell for cell in found if cell.name not in references]
     above = [cell for cell in compared if cell.is_above]
     few = "" if num_seeds >= SEEDS_WANTED else (
@@ -177,7 +180,8 @@ def draw(outcomes: Sequence[Outcome], panels: Mapping[str, Sequence[str]], refer
 
 
 def _mean_curve(curves: Sequence[Curve], scale: Scale) -> tuple[list[float], list[float], list[float], list[float]]:
-    """Seconds, the mean of the best so far, and that less and more one standard error, as they are shown."""
+    """Seconds, the mean of the best scores so far, and that mean minus and plus one standard error, as they are
+    shown."""
     points = range(min(map(len, curves)))
     best = [[max(score for _, score in curve[:point + 1]) for curve in curves] for point in points]
     middle = [mean(values) for values in best]

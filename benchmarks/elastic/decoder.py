@@ -1,7 +1,7 @@
 """The small decoder: a Llama of 2.6 million parameters (6 layers of 192), pretrained here on the source text of
 Python's standard library, and fine-tuned on the film reviews of the sentiment set as plain text.
 
-The smallest pretrained decoder in a package has 135 million parameters (SmolLM2), of which two cores train about a
+The smallest pretrained decoder in a package has 135 million parameters (SmolLM2), and two cores train it on about a
 hundred tokens a second: too few for curves over seeds. Pretraining takes some minutes, once: the weights stay in the
 user's cache folder.
 """
@@ -23,7 +23,7 @@ from ranvier.data.sentences import open_part, read_sentences
 from ranvier.mesh import Mesh
 
 BYTES_PER_TOKEN = 2.4
-"""Of film reviews with a vocabulary of 1,024 entries that was made for Python; about."""
+"""About that of film reviews with a vocabulary of 1,024 entries that was made for Python."""
 _SIZES = {"family": "llama", "num_layers": 6, "hidden": 192, "heads": 6, "kv_heads": 3, "intermediate": 512,
           "vocab": 1024, "tied": True}
 _PRETRAINING = {
@@ -36,7 +36,7 @@ _PRETRAINING = {
 
 
 def decoder_run() -> Run:
-    """Fine-tuning on four ranks in a line."""
+    """The fine-tuning run on a pipeline of four ranks."""
     folder = user_cache_folder() / "benchmark-decoder"
     train, held = _reviews(folder)
     return resolve_pretrained(Run(
@@ -47,7 +47,7 @@ def decoder_run() -> Run:
 
 
 def _pretrained(folder: Path) -> Path:
-    """The weights with their tokenizer, as transformers has them; made if they are not there."""
+    """Folder of the weights with their tokenizer, in transformers' format; made if it does not exist."""
     text = tomli_w.dumps(_PRETRAINING)
     weights = folder / hashlib.sha256(text.encode()).hexdigest()[:16]
     if not weights.exists():
@@ -62,7 +62,7 @@ def _pretrained(folder: Path) -> Path:
 
 
 def _reviews(folder: Path) -> tuple[Path, Path]:
-    """Training and held-out sentences as two files of text, a sentence a line, in the order of their hashes."""
+    """Training and held-out sentences as two text files with one sentence per line, in the order of their hashes."""
     files = folder / "reviews-train.txt", folder / "reviews-eval.txt"
     if not all(file.exists() for file in files):
         folder.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""The start that all contenders have: the pretrained weights and the seed's head, as transformers reads them."""
+"""The common start of all contenders: the pretrained weights and the seed's head, as transformers reads them."""
 
 from __future__ import annotations
 
@@ -31,8 +31,9 @@ ADAPTERS = "adapters"
 
 
 def write_initial(run: Run, folder: Path) -> Run:
-    """Write what our engine starts from to `folder`, in Hugging Face's form (BERT, Llama, or ViT also for a DINOv2),
-    and adapters in PEFT's to `folder`/adapters. Returns the run with what its data and its pretrained model say."""
+    """Write our engine's initial weights to `folder`, in Hugging Face's format (BERT, Llama, or ViT also for a DINOv2),
+    and adapters in PEFT's format to `folder`/adapters. Returns the run with the settings of its data and its pretrained
+    model."""
     def build(world: World) -> tuple[Run, dict[str, Tensor], list[str]]:
         world.mesh = Mesh()
         alone, data, pretrained = prepare_run(replace(run, mesh=Mesh(), elastic=Elastic()), world, io.StringIO())

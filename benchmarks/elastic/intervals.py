@@ -12,7 +12,7 @@ _NORMAL = 1.959964
 
 @dataclass(frozen=True, kw_only=True)
 class Interval:
-    """In points of accuracy; half is infinite where nothing is known of the spread."""
+    """An interval in points of accuracy; half is infinite if the spread is unknown."""
 
     middle: float
     half: float
@@ -22,7 +22,7 @@ class Interval:
 
 
 def paired(ours: Sequence[float], theirs: Sequence[float]) -> Interval:
-    """The mean of ours - theirs, seed by seed, with its t interval over the seeds. Shares in, points out."""
+    """The mean of ours - theirs, seed by seed, with its t interval over the seeds. Takes shares and returns points."""
     differences = [100.0 * (a - b) for a, b in zip(ours, theirs, strict=True)]
     if len(differences) < 2:
         return Interval(middle=differences[0], half=inf)
@@ -31,14 +31,14 @@ def paired(ours: Sequence[float], theirs: Sequence[float]) -> Interval:
 
 
 def binomial(ours: float, theirs: float, count: int) -> Interval:
-    """The difference of two shares, each of `count` answers, taken as independent (they are of the same questions, so
-    this is wider than need be). count: of all seeds together."""
+    """The difference of two shares, each of `count` answers, taken as independent (they answer the same questions, so
+    this is wider than necessary). count: answers of all seeds."""
     variance = (ours * (1 - ours) + theirs * (1 - theirs)) / count if count else inf
     return Interval(middle=100.0 * (ours - theirs), half=100.0 * _NORMAL * sqrt(variance))
 
 
 def t_quantile(freedom: int, probability: float = 0.975) -> float:
-    """Student's t with so many degrees of freedom, by Simpson's rule and bisection."""
+    """Quantile of Student's t with `freedom` degrees of freedom, by Simpson's rule and bisection."""
     scale = gamma((freedom + 1) / 2) / (sqrt(freedom * pi) * gamma(freedom / 2))
 
     def below(limit: float, pieces: int = 2000) -> float:

@@ -1,5 +1,5 @@
-"""Outcomes that stay in a file, a line each, as soon as they are there: a series that was interrupted goes on, and
-programs that need the same run share it."""
+"""Outcomes in a file, one per line, written as soon as they exist: an interrupted series continues, and programs that
+need the same run share it."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ _TUPLES = ("losses", "step_seconds", "course", "cache")
 
 
 class Kept:
-    """The outcomes of a file that are of a machine like this one, and have curves; without a path of none, and nothing
-    is kept."""
+    """The outcomes in a file that come from a machine like this one and have curves; without a path there are none, and
+    nothing is kept."""
 
     def __init__(self, path: Path | None) -> None:
         self._path = path
@@ -35,7 +35,7 @@ class Kept:
             self._known[entry["key"]] = Outcome(**fields | tuples | {"curve": tuple(map(tuple, fields["curve"]))})
 
     def get(self, contender: Contender, base: Run, stand: Stand) -> Outcome | None:
-        """The outcome of the same run with the same seed on as many cores, by whatever name it ran."""
+        """The outcome of the same run with the same seed on as many cores, under any name."""
         found = self._known.get(_key(contender, base, stand))
         return None if found is None else replace(found, name=contender.name)
 
@@ -53,7 +53,7 @@ def _key(contender: Contender, base: Run, stand: Stand) -> str:
 
 
 def _contents(run: Run) -> list[str]:
-    """Hashes of the files that the run names: they may change under their names."""
+    """Hashes of the files that the run names, since their contents may change."""
     named = [run.data.train, run.data.eval, run.data.corpus, run.model.pretrained]
     files = [path / "model.safetensors" if path.is_dir() else path for path in map(Path, filter(None, named))]
     return [hashlib.sha256(file.read_bytes()).hexdigest() for file in files if file.is_file()]

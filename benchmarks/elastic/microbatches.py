@@ -3,9 +3,10 @@
     python -m benchmarks.elastic.microbatches [--task sentiment | cifar10] [--rounds 3] [--quick]
 
 Four ranks as pipe 4 x data 1, 2 x 2 and 1 x 4, nothing frozen; for K stages every number of microbatches between K and
-6 K that cuts a replica's share of the batch about evenly (ranvier.elastic.microbatch_profile). Each is a run of its own
-of --steps steps, of which the first three do not count; all take turns, forwards and backwards in turn. Shown is the
-median of each round's median step, with the range over the rounds; a star marks the best number.
+6 K that divides a replica's share of the batch about evenly (ranvier.elastic.microbatch_profile). Each is a separate
+run of --steps steps, of which the first three do not count; all take turns, alternately forwards and backwards through
+the list. The table shows the median of each round's median step, with the range over the rounds; a star marks the best
+number.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a run has left in its folder, ours or the peer's: samples, seconds, accuracy, and how it changed on its way."""
+"""Results that a run, ours or the peer's, has left in its folder: samples, seconds, accuracy, and its transitions."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ CLOCK = "clock.json"
 
 
 class Clock:
-    """A tracker that clocks the whole run on rank 0: from the start of its first step to the end of its last one,
-    evaluations, transitions and decisions included.
+    """A tracker that times the entire run on rank 0: from the start of its first step to the end of its last one,
+    including evaluations, transitions and decisions.
 
-    A step is told when the next one is over, so the first one began two steps before it is told. Evaluations are noted
-    with the time at which each has ended.
+    A step's event comes when the next step is over, so the first step began two steps before its event. Evaluations are
+    recorded with their end times.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -42,12 +42,12 @@ class Clock:
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """One run.
+    """Results of one run.
 
     wall_seconds: from the start of the first step to the end of the last. counted_seconds: of steps and transitions
-    alone, without what a checkpoint at the end held them up. course: one entry for the start and for each transition,
-    {"step", "frozen", "data", "pipe", "cache"}. process_seconds: of the whole case: initial weights, and all processes
-    from their start to their end. samples: targets that were trained on, which are tokens for a decoder.
+    only, without the stall of a checkpoint at the end. course: one entry for the start and for each transition,
+    {"step", "frozen", "data", "pipe", "cache"}. process_seconds: of the complete case: initial weights, and all
+    processes from start to end. samples: targets that were trained on, which are tokens for a decoder.
     """
 
     name: str
@@ -66,12 +66,12 @@ class Outcome:
     transport: str = "gloo"
     process_seconds: float = 0.0
     curve: tuple[tuple[float, float], ...] = ()
-    """Of each evaluation: (seconds from the start of the first step, without evaluations; accuracy, or minus the
-    held-out loss where there is none)."""
+    """For each evaluation: (seconds from the start of the first step, without evaluations; accuracy, or minus the
+    held-out loss if there is no accuracy)."""
 
     @property
     def seconds(self) -> float:
-        """Of training, without evaluations."""
+        """Seconds of training, without evaluations."""
         return self.wall_seconds - self.eval_seconds
 
     @property

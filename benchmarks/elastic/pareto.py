@@ -6,9 +6,9 @@
 
 Every contender starts from the same weights, sees the same samples in the same order, and is evaluated after each
 epoch on the same held-out samples; a point of its curve is (seconds of training until then, without evaluations; best
-accuracy or perplexity so far). To stop after any epoch is therefore part of every curve, for the peers and for training
-without freezing, too. The learning rate falls to zero over all epochs; those called -short have a schedule of their
-own over half of the epochs, -shorter over a quarter, since a run that is meant to be short would have it.
+accuracy or perplexity so far). Stopping after any epoch is therefore part of every curve, also for the peers and for
+training without freezing. The learning rate falls to zero over all epochs; contenders called -short have their own
+schedule over half of the epochs, -shorter over a quarter, as a run that is meant to be short would have.
 
     plain, plain-short, plain-shorter
                  transformers' model in one process on all cores, batches padded to their longest sample: peers
@@ -27,12 +27,12 @@ corrected for the number of comparisons in the table (Bonferroni). With fewer th
 
 Tasks: MiniLM on the sentences of a package (sentiment) or a TSV, CSV, JSONL or Parquet file (--data), a ViT on CIFAR-10
 (cifar10) or folders of images (--data), and a small decoder (benchmarks/elastic/decoder.py) on film reviews or text of
-your own (--data). All seeds of a task should take about two hours on two quiet cores. With --outcomes each
-case is kept at once, and another start goes on with what is missing; --budget-minutes N starts no case that would not
-end within N minutes, seed by seed, so that what is there is paired. 0 starts none and shows what is kept.
+your own (--data). All seeds of a task should take about two hours on two quiet cores. With --outcomes each case is kept
+immediately, and another start continues with the missing cases; --budget-minutes N starts no case that would not end
+within N minutes, seed by seed, so that outcomes are paired. 0 starts none and shows the kept outcomes.
 
-The machine must be quiet: beside other work the loops with a thread for each core lose far more than ranks with one
-thread, since their threads wait for each other at every operation.
+The machine must be quiet: other work slows loops with a thread for each core far more than ranks with one thread, since
+their threads wait for each other at every operation.
 """
 
 from __future__ import annotations
@@ -58,9 +58,9 @@ _EXAMPLES = "examples.published_freezing"
 
 
 def pareto_contenders(base: Run) -> list[Contender]:
-    """All of them, in the order of the table."""
+    """All contenders, in the order of the table."""
     share, layers = base.batch.global_size // 2, base.model.num_layers
-    every = 0 if base.train.epochs else base.train.eval_every  # an epoch of text need not be whole batches
+    every = 0 if base.train.epochs else base.train.eval_every  # an epoch of text may end within a batch
     cached = Elastic(cache=True, frozen_dropout=False, every=every)
     upper = Lora(rank=8, targets=tuple(f"layer{layer}.*" for layer in range(layers // 2, layers)))
     untrained, static = replace(cached, freeze="untrained"), {
@@ -91,7 +91,7 @@ def pareto_contenders(base: Run) -> list[Contender]:
 
 
 def references_of(contenders: Sequence[Contender]) -> list[str]:
-    """What the others must be above: peers, and training without freezing that may stop early."""
+    """Contenders that the others must be above: peers, and training without freezing that may stop early."""
     return [one.name for one in contenders if one.peer or one.elastic.freeze == "none"]
 
 
@@ -102,7 +102,7 @@ def whole_seeds(outcomes: Sequence[Outcome], chosen: Sequence[Contender]) -> lis
 
 
 def measure(options: argparse.Namespace) -> dict | None:
-    """None where no seed has all its contenders yet."""
+    """Measure, and return the results; None if no seed has all its contenders yet."""
     with stand_of(options) as stand:
         base = base_run(options, stand, options.seeds[0])
         chosen = pareto_contenders(base)
@@ -136,7 +136,7 @@ def measure(options: argparse.Namespace) -> dict | None:
 
 
 def _panels(chosen: Sequence[Contender]) -> dict[str, list[str]]:
-    """Contenders of which all layers train at first, and the others."""
+    """Contenders by panel: those that train all layers at first, and the others."""
     parts = [one.name for one in chosen if one.lora is not None or one.elastic.freeze == "manual"]
     return {"all layers train at first": [one.name for one in chosen if one.name not in parts],
             "layers frozen from the start, or adapters": parts}

@@ -1,12 +1,12 @@
-"""What each part of elastic pipelining adds to speed, and what becomes of the accuracy (PipeTransformer's Figure 9).
+"""What each part of elastic pipelining adds to speed, and its effect on accuracy (PipeTransformer's Figure 9).
 
     python -m benchmarks.elastic.parts [--task sentiment | cifar10] [--seeds 0 1 2 3 4] [--quick]
 
-Four ranks fine-tune one pretrained model for ten epochs on a part of the samples, layers being frozen once an epoch by
-the cap with alpha 1/3. For the same seed everybody has the same initial weights, classifier included, the same samples
-in the same order, batch, AdamW, learning rates and clipping.
+Four ranks fine-tune one pretrained model for ten epochs on a part of the samples; the cap freezes layers once an epoch
+with alpha 1/3. For the same seed all contenders have the same initial weights, including the classifier, the same
+samples in the same order, batch, AdamW, learning rates and clipping.
 
-    none         our pipeline, pipe 4, nothing frozen: what all are compared with
+    none         our pipeline, pipe 4, nothing frozen: the baseline of all comparisons
     gpipe-dp     the article's baseline: gpipe, pipe 2 x data 2
     freeze       freezing alone
     pipe-cache   freezing, AutoPipe, AutoCache; freed ranks are idle
@@ -15,10 +15,10 @@ in the same order, batch, AdamW, learning rates and clipping.
     ddp-cache    data 4, with freezing and the cache
     ddp-torch    the peer: DDP over Gloo on transformers' own model (benchmarks/elastic/peer.py), nothing frozen
 
-Contenders are processes of their own, one after the other, seed by seed, forwards and backwards through the list in
-turn. `none` and `all` take all seeds, the others the first --between-seeds of them. Time is clocked on rank 0 from the
-start of the first step to the end of the last, without evaluations: steps, transitions, and what is decided between
-them (`other s` in the table is what is neither step nor transition). Speed-ups are ratios formed within a seed: median
+Contenders are separate processes, one after the other, seed by seed, alternately forwards and backwards through the
+list. `none` and `all` take all seeds, the others the first --between-seeds of them. Time is clocked on rank 0 from the
+start of the first step to the end of the last, without evaluations: steps, transitions, and decisions between them
+(`other s` in the table is time outside of steps and transitions). Speed-ups are ratios formed within a seed: median
 [least, greatest]. The bound is that of benchmarks/elastic/bound.py.
 
 The default part of the samples makes `none` last about four minutes on two quiet cores (benchmarks/elastic/task.py).
@@ -38,7 +38,7 @@ SEEDS = (0, 1, 2, 3, 4)
 
 
 def bounds(layers: int, alpha: float, epochs: int) -> dict[str, float]:
-    """By compute alone, for contenders that freeze."""
+    """Bounds of speed-ups by compute alone, for contenders that freeze."""
     return {name: bound.speedup(layers, alpha, epochs, cache="cache" in name or name == "all")
             for name in ("freeze", "pipe-cache", "pipe-dp", "all", "ddp-cache")}
 

@@ -2,10 +2,11 @@
 
     torchrun --nproc-per-node 4 -m benchmarks.elastic.peer RUN.toml INITIAL_FOLDER
 
-Samples and their order, held-out samples, batch, number format, learning rates, AdamW's settings and which parameters
-decay, clipping and dropout rates are the run's. Each rank takes its share of a batch in one piece; attention is torch's
-scaled_dot_product_attention, as in ours; AdamW is torch's fused one; gradients are bucket views. Batches are padded to
-their longest sample, as ours are. One process is a plain loop, without DDP. Adapters are PEFT's, from the same start.
+Samples and their order, held-out samples, batch, number format, learning rates, AdamW's settings, parameters with
+weight decay, clipping and dropout rates are the run's. Each rank takes its share of a batch in one piece; attention is
+torch's scaled_dot_product_attention, as in ours; AdamW is torch's fused one; gradients are bucket views. Batches are
+padded to their longest sample, as ours are. One process is a plain loop, without DDP. Adapters are PEFT's, from the
+same start.
 """
 
 from __future__ import annotations
@@ -53,21 +54,21 @@ class Evaluation:
 
     @property
     def scores(self) -> dict[str, float]:
-        """What of it the task is judged by, by its names in our files."""
+        """The scores of the task, by their names in our files."""
         return {} if self.accuracy is None else {"eval_accuracy": self.accuracy, "eval_count": self.count}
 
 
 def network_of(initial: Path, run: Run) -> nn.Module:
-    """transformers' model of the folder, with PEFT's adapters where there are some, or with as many layers frozen from
-    the start as the run says."""
+    """transformers' model of the folder, with PEFT's adapters if there are any, or with as many layers frozen from the
+    start as the run says."""
     kind = json.loads((initial / "config.json").read_text())["model_type"]
     network = _CLASSES[kind].from_pretrained(initial).to(DTYPES[run.precision])
     if (initial / ADAPTERS).exists():
-        from peft import PeftModel  # that package is needed for this alone
+        from peft import PeftModel  # only adapters need that package
 
         return PeftModel.from_pretrained(network, initial / ADAPTERS, is_trainable=True).get_base_model()
     depth = int(run.elastic.manual[0].removeprefix("0:")) if run.elastic.freeze == "manual" else 0
-    if depth and kind == "llama" and network.config.tie_word_embeddings:  # as ours: the head's own table trains on
+    if depth and kind == "llama" and network.config.tie_word_embeddings:  # as ours: the head's table still trains
         network.config.tie_word_embeddings = False
         network.lm_head.weight = nn.Parameter(network.lm_head.weight.detach().clone())
     for module in bottom(network)[:depth + 1] if depth else ():
@@ -83,7 +84,8 @@ def bottom(network: nn.Module) -> list[nn.Module]:
 
 
 def to_train(network: nn.Module, run: Run) -> None:
-    """Dropout is on, in frozen layers below the first that trains if it is in the run's."""
+    """Set training mode. Dropout is enabled; in frozen layers below the first trained one only if the run enables it
+    there."""
     network.train()
     for module in () if run.elastic.frozen_dropout else bottom(network):
         if any(parameter.requires_grad for parameter in module.parameters()):
@@ -92,7 +94,7 @@ def to_train(network: nn.Module, run: Run) -> None:
 
 
 def optimizer_of(network: nn.Module, optim: Optim) -> torch.optim.AdamW:
-    """AdamW with the run's settings. Our class token is a vector, which does not decay; theirs has three dims."""
+    """AdamW with the run's settings. Our class token is a vector, which has no weight decay; theirs has three dims."""
     assert optim.algorithm == "adamw" and not optim.groups
     decaying, others = [], []
     for name, parameter in network.named_parameters():
@@ -106,7 +108,7 @@ def optimizer_of(network: nn.Module, optim: Optim) -> torch.optim.AdamW:
 
 
 def logits_of(network: nn.Module, inputs: Tensor | dict[str, Tensor], dtype: torch.dtype) -> Tensor:
-    """[samples, classes], or [samples, tokens, vocabulary]."""
+    """Logits [samples, classes], or [samples, tokens, vocabulary]."""
     if isinstance(inputs, dict):
         return network(input_ids=inputs["ids"], attention_mask=inputs["mask"], token_type_ids=inputs["types"]).logits
     if inputs.is_floating_point():
@@ -119,8 +121,8 @@ def loss_of(logits: Tensor, targets: Tensor, reduction: str = "mean") -> Tensor:
 
 
 def train_peer(run: Run, initial: Path) -> None:
-    """Train as `run` says and leave metrics.jsonl, events.jsonl and the clock in its folder, in our form. Collective
-    over the default process group; every rank must have an equal share of a batch."""
+    """Train as `run` says, and write metrics.jsonl, events.jsonl and the clock into its folder, in our format.
+    Collective over the default process group; every rank must have an equal share of a batch."""
     rank, size, dtype = dist.get_rank(), dist.get_world_size(), DTYPES[run.precision]
     assert run.batch.global_size % size == 0
     data = prepare(run)
@@ -160,7 +162,8 @@ def train_peer(run: Run, initial: Path) -> None:
 
 
 def evaluate(network: nn.Module, data: Prepared, run: Run, step: int, start: float) -> Evaluation:
-    """All held-out samples once, of text the run's number of sequences; each rank a share of each batch."""
+    """Evaluate all held-out samples once (for text, the run's number of sequences); each rank takes a share of each
+    batch."""
     began, rank, size = time.monotonic(), dist.get_rank(), dist.get_world_size()
     lengths, is_scored = sample_lengths(data.eval), data.scoring is not None
     total = len(data.eval) if is_scored else min(run.train.eval_sequences, len(data.eval))
@@ -184,7 +187,7 @@ def evaluate(network: nn.Module, data: Prepared, run: Run, step: int, start: flo
 
 def write(run: Run, size: int, targets: int, losses: list[float], seconds: list[float],
           evaluations: list[Evaluation], wall: float) -> None:
-    """The files of a run's folder that are read here. targets: of a step."""
+    """Write the files of a run's folder that these programs read. targets: targets of a step."""
     folder = run.run_dir
     folder.mkdir(parents=True, exist_ok=True)
     steps = [{"step": step, "loss": loss, "tokens": targets, "step_seconds": took}

@@ -15,7 +15,8 @@ _OURS, _PEER = "#d1495b", "#30638e"
 
 
 def draw_parts(lines: Sequence[Line], outcomes: Sequence[Outcome], title: str, path: Path) -> None:
-    """Left the speed-ups, in the middle the accuracies, right what the runs went through (of each the first seed)."""
+    """Draw speed-ups on the left, accuracies in the middle, and on the right the courses of the runs (each with its
+    first seed)."""
     figure = Figure(figsize=(15, 1.6 + 0.42 * len(lines)))
     speeds, accuracies, course = figure.subplots(1, 3, width_ratios=[1.2, 0.9, 1.2])
     names = [line.name for line in lines]
@@ -44,7 +45,7 @@ def draw_parts(lines: Sequence[Line], outcomes: Sequence[Outcome], title: str, p
 
 
 def _difference(axes, line: Line, place: float, colour: str) -> None:
-    """The mean difference with the wider of its two intervals that are known."""
+    """Draw the mean difference with the wider of its known intervals."""
     if line.by_seed is None:
         return
     halves = [one.half for one in (line.by_seed, line.by_count) if isfinite(one.half)]
@@ -53,7 +54,7 @@ def _difference(axes, line: Line, place: float, colour: str) -> None:
 
 
 def draw_courses(axes, outcomes: Mapping[str, Outcome]) -> None:
-    """Frozen layers over the steps, with the mesh (data x pipe) written where it changes."""
+    """Draw frozen layers over the steps, with the mesh (data x pipe) written where it changes."""
     for number, (name, one) in enumerate(reversed(outcomes.items())):
         last = len(one.step_seconds)
         steps = [at["step"] for at in one.course] + [last]
@@ -74,7 +75,7 @@ def draw_courses(axes, outcomes: Mapping[str, Outcome]) -> None:
 
 
 def draw_trade(points: Sequence[tuple[str, Line]], title: str, path: Path) -> None:
-    """Speed-up against accuracy, one named point each."""
+    """Draw speed-up against accuracy, with one named point for each line."""
     figure = Figure(figsize=(6.5, 4.5))
     axes = figure.subplots()
     for name, line in points:
@@ -97,7 +98,7 @@ def draw_trade(points: Sequence[tuple[str, Line]], title: str, path: Path) -> No
 
 def draw_curves(curves: Mapping[str, Sequence[tuple[float, float, float, float]]], title: str, x: str, y: str,
                 path: Path, marks: Mapping[str, float | None] | None = None) -> None:
-    """Lines of (x, least, middle, greatest). marks: of each line the x that is marked, if any."""
+    """Draw lines of (x, least, middle, greatest). marks: the marked x of each line, if any."""
     figure = Figure(figsize=(7, 4.5))
     axes = figure.subplots()
     for name, points in curves.items():

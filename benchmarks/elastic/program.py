@@ -1,4 +1,4 @@
-"""What the programs of this folder share: their options, the run of all contenders, and where results go."""
+"""Shared by the programs of this folder: their options, the run of all contenders, and where results go."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from ranvier.config.run import Run
 
 TASKS = ("sentiment", "cifar10")
 _MARGIN = 1.15
-"""Of the expected seconds of a case."""
+"""Factor on the expected seconds of a case."""
 
 
 def parser(doc: str, tasks: Sequence[str] = TASKS) -> argparse.ArgumentParser:
@@ -45,7 +45,7 @@ def parser(doc: str, tasks: Sequence[str] = TASKS) -> argparse.ArgumentParser:
 
 
 def epochs_parser(doc: str, seeds: Sequence[int], tasks: Sequence[str] = TASKS) -> argparse.ArgumentParser:
-    """Likewise, for programs that train for epochs and compare accuracies."""
+    """Like `parser`, for programs that train for epochs and compare accuracies."""
     made = parser(doc, tasks)
     made.set_defaults(data=None, eval_data=None)
     made.add_argument("--seeds", type=int, nargs="+", help=f"default: {' '.join(map(str, seeds))}")
@@ -67,7 +67,7 @@ def finish(options: argparse.Namespace, seeds: Sequence[int]) -> argparse.Namesp
 
 @contextmanager
 def stand_of(options: argparse.Namespace, pin: bool = False):
-    """The stand, in a folder that goes at the end unless --keep names one."""
+    """The stand, in a folder that is removed at the end unless --keep names one."""
     threads = options.quick and not options.processes
     if options.keep is not None:
         options.keep.mkdir(parents=True, exist_ok=True)
@@ -86,10 +86,10 @@ def base_run(options: argparse.Namespace, stand: Stand, seed: int) -> Run:
 
 def run_all(options: argparse.Namespace, stand: Stand, found: Sequence[Contender], few: Sequence[int] | None = None,
             ends: Sequence[str] = (), minutes: float | None = None) -> list[Outcome]:
-    """Every contender for its seeds, one after the other; each is told when it is over.
+    """Run every contender for its seeds, one after the other; each is reported when it is over.
 
-    minutes: from now on, in which a case must end as far as earlier ones tell. The first that would not is not started,
-    nor is any after it; those that are kept are there all the same.
+    minutes: time from now within which a case must end, as estimated from earlier cases. The first case that would not
+    is not started, nor is any later one; kept outcomes are returned in any case.
     """
     began, outcomes, kept, left_out = time.monotonic(), [], Kept(options.outcomes), 0
     for seed, contender in in_turn(options.seeds, found, few, ends):
@@ -120,15 +120,15 @@ def told(outcome: Outcome) -> str:
 
 
 def expected_seconds(name: str, outcomes: Sequence[Outcome]) -> float:
-    """Of the next case of this contender, with some margin: the longest so far of its own, else of any; 0 if there is
-    none."""
+    """Expected seconds of the next case of this contender, with some margin: its longest case so far, otherwise the
+    longest of any contender; 0 if there is no case."""
     own = [one.process_seconds for one in outcomes if one.name == name]
     return _MARGIN * max(own or [one.process_seconds for one in outcomes], default=0.0)
 
 
 def write(options: argparse.Namespace, name: str, results: Mapping[str, object], table: str,
           draw: Callable[[Path], None]) -> Path:
-    """The JSON file of results, the table and the picture beside it; the table is printed, too."""
+    """Write the JSON file of results, and next to it the table and the picture; also print the table."""
     path = options.output or results_file("elastic", name, quick=options.quick)
     write_results(path, _plain({"options": vars(options), **results}))
     path.with_suffix(".md").write_text(table)
@@ -138,7 +138,7 @@ def write(options: argparse.Namespace, name: str, results: Mapping[str, object],
 
 
 def documents(outcomes: Sequence[Outcome], options: argparse.Namespace) -> list[dict]:
-    """Each outcome; without what is there for each step where a file of outcomes has that."""
+    """Each outcome as a dict; without values for each step if a file of outcomes has them."""
     found = [asdict(one) | {"seconds": one.seconds, "samples_per_second": one.samples_per_second} for one in outcomes]
     if options.outcomes is not None:
         for one in found:
@@ -147,7 +147,7 @@ def documents(outcomes: Sequence[Outcome], options: argparse.Namespace) -> list[
 
 
 def _plain(value):
-    """As JSON can hold it, which has no infinity, NaN, path or fraction."""
+    """`value` as JSON can represent it, which has no infinity, NaN, path or fraction."""
     if isinstance(value, (Path, Fraction)):
         return str(value)
     if isinstance(value, float) and not math.isfinite(value):

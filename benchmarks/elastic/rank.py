@@ -1,6 +1,6 @@
 """One rank of a contender of ours: `python -m benchmarks.elastic.rank RUN.toml [--pin]`, which starts all ranks.
 
---pin gives each rank a core of its own. AutoPipe then takes one core for all that the ranks have together.
+--pin gives each rank its own core. AutoPipe then assumes that all ranks together have only one core.
 """
 
 from __future__ import annotations

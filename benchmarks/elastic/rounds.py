@@ -1,4 +1,5 @@
-"""Contenders in turn, seed by seed: each is started, trains, ends, and is read; nothing else runs meanwhile."""
+"""Contenders in turn, seed by seed: each is started, trains, ends, and its results are read; nothing else runs at that
+time."""
 
 from __future__ import annotations
 
@@ -37,7 +38,7 @@ class ContenderFailed(RuntimeError):
 @dataclass(frozen=True, kw_only=True)
 class Stand:
     """Where contenders run. threads: their ranks are threads of this process, and the peer is one rank in it; for
-    tests, since such times mean nothing. pin: a core for each rank of ours."""
+    tests, since such times mean nothing. pin: one core for each of our ranks."""
 
     folder: Path
     threads: bool = False
@@ -47,8 +48,8 @@ class Stand:
 
 def in_turn(seeds: Sequence[int], found: Sequence[Contender], few: Sequence[int] | None = None,
             ends: Sequence[str] = ()) -> list[tuple[int, Contender]]:
-    """(seed, contender) in order: seed by seed, forwards and backwards through the list in turn. Those that are not
-    named in `ends` take part for the seeds of `few` alone (None: all)."""
+    """(seed, contender) in order: seed by seed, alternately forwards and backwards through the list. Contenders that
+    are not named in `ends` take part only for the seeds of `few` (None: all)."""
     order = []
     for number, seed in enumerate(seeds):
         here = [one for one in found if few is None or seed in few or one.name in ends]
@@ -57,7 +58,7 @@ def in_turn(seeds: Sequence[int], found: Sequence[Contender], few: Sequence[int]
 
 
 def run_one(contender: Contender, base: Run, stand: Stand) -> Outcome:
-    """One contender from its start to its end. What it leaves is removed, but for the small files."""
+    """Run one contender from its start to its end. Its files are removed, except for the small ones."""
     began = time.monotonic()
     place = stand.folder / f"seed{base.seed}-{contender.name}"
     shutil.rmtree(place, ignore_errors=True)
@@ -90,7 +91,7 @@ def _in_threads(run: Run, initial: Path | None) -> None:
         run_ranks(lambda world: train(run, "elastic", world, trackers=[Clock(run.run_dir)], stream=io.StringIO()),
                   run.mesh.size, timeout_seconds=300.0)
         return
-    from benchmarks.elastic.peer import train_peer  # not before it is needed: it imports transformers
+    from benchmarks.elastic.peer import train_peer  # only when needed: it imports transformers
 
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:

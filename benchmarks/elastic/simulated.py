@@ -1,8 +1,8 @@
 """Ten epochs on the article's eight devices of 10 TFLOP/s, simulated: what freezing, packing and caching could give.
 
-Every layer of a shape is two blocks of equal time, and a backward takes twice a forward; embedding and head take none,
-nor do optimizer, transitions and the cache. The run starts on pipe 8 x data 1; after each epoch layers freeze by the
-cap. Then either AutoPipe's exact choice (no account is taken of memory, so replicas of the whole model are always
+Every layer of a shape is two blocks of equal time, and a backward takes twice the time of a forward; embedding, head,
+optimizer, transitions and the cache take no time. The run starts on pipe 8 x data 1; after each epoch layers freeze by
+the cap. Then either AutoPipe's exact choice (memory is not considered, so replicas of the full model are always
 allowed) or the article's own rule decides the mesh; both are timed by the engine's schedule on a simulated clock
 (ranvier.schedule.simulator), with the best number of microbatches for each.
 """
@@ -24,7 +24,7 @@ from ranvier.schedule.policies import GPipe, MessageDriven
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """A transformer. flops: of one layer's forward on one sample; the batch is of all devices."""
+    """A transformer. flops: of one layer's forward on one sample; batch: samples of all devices together."""
 
     name: str
     layers: int
@@ -38,7 +38,7 @@ class Shape:
 
     @property
     def parameters(self) -> tuple[int, ...]:
-        """Of each block: attention and MLP in turn."""
+        """Parameters of each block: attention and MLP in turn."""
         return (4 * self.hidden ** 2, 8 * self.hidden ** 2) * self.layers
 
 
@@ -48,7 +48,7 @@ SHAPES = (Shape(name="ViT-B/16", layers=12, hidden=768, tokens=197, batch=320),
 
 @dataclass(frozen=True, kw_only=True)
 class Epoch:
-    """One epoch's mesh and time, in seconds of a step."""
+    """One epoch's mesh and its seconds of a step."""
 
     frozen: int
     data: int
@@ -69,7 +69,8 @@ def situation(shape: Shape, devices: int, flops_per_second: float, bandwidth: fl
 
 
 def course(start: Situation, frozen: Sequence[int], *, cache: bool, cut: Literal["exact", "reference"]) -> list[Epoch]:
-    """The epochs with so many frozen layers in each. An epoch reads what the one before it had frozen."""
+    """The epochs with these numbers of frozen layers. An epoch reads outputs of the layers frozen in the previous
+    one."""
     found, before, first = [], 0, start.placement.num_ranks
     ranks, pipe = start.num_replicas * first, first
     for number, depth in enumerate(frozen):
@@ -87,7 +88,8 @@ def course(start: Situation, frozen: Sequence[int], *, cache: bool, cut: Literal
 
 
 def _seconds_on(here: Situation, data: int, pipe: int) -> float:
-    """Of the best cut of one mesh and number of microbatches; with fewer cached layers where its stages need them."""
+    """Seconds of the best cut of one mesh and number of microbatches; with fewer cached layers if its stages need
+    them."""
     mesh = replace(here, num_replicas=data, placement=StagePlacement(num_ranks=pipe),
                    cached=min(here.cached, here.num_blocks - pipe + 1))
     times = [best_cut(replace(mesh, microbatches=count)).seconds

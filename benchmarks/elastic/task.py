@@ -1,11 +1,11 @@
-"""What is fine-tuned: a shipped recipe on a part of its samples, a small decoder, or a tiny model on generated text.
+"""Fine-tuning tasks: a shipped recipe on a part of its samples, a small decoder, or a tiny model on generated text.
 
-What differs from the recipes is chosen so that an epoch has many updates and ten epochs last minutes on two cores:
-batches of 16, 40 tokens a sentence (nine of ten have no more). Layers freeze once an epoch, so that a short epoch means
-that the first layers hardly learn at all: with 768 sentences freezing costs three points of accuracy, with 1,600 about
-one (docs/experiments.md). A sentence of 40 tokens takes 2.6 GFLOP forward and backward through MiniLM (3 x 6 x
-(8 s h^2 + 4 s h f + 4 s^2 h)), an image of 17 tokens 2.2 GFLOP through the ViT; two cores reach about 100 GFLOP a
-second in such runs.
+Differences from the recipes are chosen so that an epoch has many updates and ten epochs take minutes on two cores:
+batches of 16, 40 tokens a sentence (nine of ten have no more). Layers freeze once an epoch, so with short epochs the
+first layers hardly learn at all: with 768 sentences freezing costs three points of accuracy, with 1,600 about one
+(docs/experiments.md). A sentence of 40 tokens takes 2.6 GFLOP forward and backward through MiniLM (3 x 6 x (8 s h^2 + 4
+s h f + 4 s^2 h)), an image of 17 tokens 2.2 GFLOP through the ViT; two cores reach about 100 GFLOP a second in such
+runs.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ranvier.planner.problems import problems
 
 RECIPES = {"sentiment": "bert-sentiment", "cifar10": "vit-cifar10"}
 SAMPLES = {"sentiment": 1600, "cifar10": 960, "decoder": 800, "quick": 96, "quick-decoder": 96}
-"""Training samples of an epoch, by default; sequences of a decoder are about so many."""
+"""Training samples of an epoch, by default; for a decoder, the approximate number of sequences."""
 EVAL_SAMPLES = {"sentiment": 1000, "cifar10": 1000, "decoder": 256, "quick": 30, "quick-decoder": 16}
 _MODEL = {"sentiment": {"sequence": 40}, "cifar10": {"image_size": 56}}
 _LEARNING_RATE = {"cifar10": 1e-4}
@@ -37,9 +37,9 @@ def task_run(task: str, folder: Path, *, seed: int = 0, epochs: int = 10, sample
              transport: str = "auto", data: str | None = None, eval_data: str | None = None) -> Run:
     """The run that all contenders change: sentiment, cifar10, decoder, quick or quick-decoder, on pipe 4.
 
-    folder: for generated data. samples: of an epoch, cut to whole batches. eval_epochs: epochs between evaluations, 0
-    for one at the end. dropout: None is the recipe's. data, eval_data: instead of the recipe's; without eval_data a
-    part is held out. Of fewer samples than by default all are taken.
+    folder: for generated data. samples: of an epoch, rounded down to full batches. eval_epochs: epochs between
+    evaluations, 0 for one at the end. dropout: None is the recipe's. data, eval_data: replace the recipe's; without
+    eval_data a part is held out. If there are fewer samples than by default, all are used.
     """
     base = _base(task, folder)
     if data is not None:
@@ -58,7 +58,7 @@ def task_run(task: str, folder: Path, *, seed: int = 0, epochs: int = 10, sample
 
 
 def _limited(run: Run, samples: int, held_out: int, *, is_own: bool) -> Run:
-    """With at most so many samples; of text, with about so many sequences."""
+    """The run with at most these numbers of samples; for text, with about these numbers of sequences."""
     if run.data.task == "lm":
         limit = round(samples * run.model.sequence * BYTES_PER_TOKEN)
         return replace(run, data=replace(run.data, max_bytes=limit), train=replace(run.train, eval_sequences=held_out))
@@ -88,7 +88,7 @@ def _recipe(task: str) -> Run:
 
 
 def _quick(folder: Path) -> Run:
-    """Six layers of 16 in fp64 on sentences whose label is whether "good" is among them."""
+    """Six layers of 16 in fp64 on sentences whose label is whether they contain "good"."""
     folder.mkdir(parents=True, exist_ok=True)
     for name, count, start in (("train", 96, 0), ("eval", 30, 7)):
         lines = ["label\tsentence"]
@@ -120,7 +120,7 @@ def _quick_decoder(folder: Path) -> Run:
 
 
 def checked(run: Run) -> Run:
-    """`run`, if it can be; raises its first problem."""
+    """`run`, if it is valid; otherwise raises its first problem."""
     for problem in problems(resolve(run)):
         raise problem
     return run

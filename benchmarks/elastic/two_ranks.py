@@ -1,13 +1,13 @@
-"""`none` against `all` with a core for each rank, and what the article's eight devices could give.
+"""`none` against `all` with one core for each rank, and the possible gain on the article's eight devices.
 
     python -m benchmarks.elastic.two_ranks [--task sentiment | cifar10] [--seeds 0 1 2] [--pin] [--quick]
 
-Where four ranks share two cores a rank's wait is another's computing time, so bubbles cost nothing and packing gains
+If four ranks share two cores, a rank's wait is another rank's computing time, so bubbles cost nothing and packing gains
 little. Here two ranks start as pipe 2 on two cores: the run is kept on as many cores as it has ranks. With --pin each
-rank has one of them to itself; AutoPipe then takes one core for all that there is, so its choices mean less. Otherwise
-as benchmarks/elastic/parts.py.
+rank has its own core; AutoPipe then assumes that there is only one core, so its choices mean less. Otherwise as
+benchmarks/elastic/parts.py.
 
-Beside it stands the simulation of eight devices (benchmarks/elastic/simulated.py), without any cost of messages and
+The table also has the simulation of eight devices (benchmarks/elastic/simulated.py), without any cost of messages and
 with --bandwidth. Neither is a measurement.
 """
 

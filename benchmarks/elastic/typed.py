@@ -1,11 +1,11 @@
-"""The elastic command of docs/elastic.md as it is typed, against a plain loop over transformers' model.
+"""The elastic command of docs/elastic.md exactly as written, against a plain loop over transformers' model.
 
     python -m benchmarks.elastic.typed [--rounds 3]
 
 The command trains as a user starts it: the mesh is predicted, layers freeze, outputs are cached. The loop is one
 process on all cores with the same weights, samples, batches, learning rates and number of epochs, and batches padded to
-their longest sentence; it freezes nothing. Both take turns. Compared are the seconds of training, without the start of
-processes, the import of libraries and evaluations. The loop is evaluated after each epoch, which shows how soon it
+their longest sentence; it freezes nothing. Both take turns. The comparison is of seconds of training, without the start
+of processes, the import of libraries and evaluations. The loop is evaluated after each epoch, which shows how soon it
 could have stopped.
 """
 
@@ -40,7 +40,7 @@ def documented() -> list[str]:
 
 
 def typed(folder: Path) -> dict[str, float]:
-    """Run the command; its seconds of training and its accuracy in percent."""
+    """Run the command; returns its seconds of training and its accuracy in percent."""
     subprocess.run([sys.executable, "-m", "ranvier", *documented(), "--run-dir", str(folder)], cwd=ROOT, check=True,
                    stdout=subprocess.DEVNULL)
     events = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
@@ -51,7 +51,7 @@ def typed(folder: Path) -> dict[str, float]:
 
 
 def plain(folder: Path, of: Path) -> dict[str, object]:
-    """The loop, on what the run in `of` trained on; `curve` has (seconds, accuracy) after each epoch."""
+    """Run the loop on the data of the run in `of`; `curve` has (seconds, accuracy) after each epoch."""
     run = read.merge([read.load(str(of / "run.toml"), keep_folder=True)[1]]).run
     batch = replace(run.batch, microbatch_size=run.batch.global_size)
     train = replace(run.train, eval_every=run.train.steps // run.train.epochs)
