@@ -1,8 +1,8 @@
-"""One start of a training run that something happens to, and what is left of it.
+"""One start of a training run to which something happens, and its remains.
 
-A process forked from this one, which has imported everything, becomes the parent of ranks that are forked likewise:
-the command, the supervisor and the ranks are the real ones, without the seconds that each would take to import torch.
-Now and then, and for MPI, the command is started as a user starts it.
+A process forked from this one, which has imported everything, becomes the parent of ranks that are forked in the same
+way: the command, the supervisor and the ranks are the real ones, without the seconds that each would take to import
+torch. Sometimes, and for MPI, the command is started as a user starts it.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from ranvier.world import World
 
 @dataclass(frozen=True, kw_only=True)
 class Ended:
-    """How a start ended. code: negative for a signal, None when it had to be killed at its deadline. left: processes
-    that were still there."""
+    """How a start ended. code: negative for a signal, None if it had to be killed at its deadline. left: processes that
+    were still running."""
 
     code: int | None
     seconds: float
@@ -39,7 +39,7 @@ class Ended:
 
 @dataclass(frozen=True, kw_only=True)
 class Outside:
-    """What is done to the run from outside: `act(parent's pid)` as soon as `when(seconds since the start)`."""
+    """An action on the run from outside: `act(parent's pid)` as soon as `when(seconds since the start)` is true."""
 
     when: Callable[[float], bool]
     act: Callable[[int], None]
@@ -49,7 +49,7 @@ def attempt(args: Sequence[str], faults: Sequence[Fault], log: Path, *, deadline
             outside: Sequence[Outside] = ()) -> Ended:
     """Run the ranvier command `args` with `faults` in its ranks, to its end or the deadline; `log` takes its output."""
     began = time.monotonic()
-    with log.open("wb") as file:  # by another process: a disk that is full for the run must not cut off what it says
+    with log.open("wb") as file:  # by another process: a disk that is full for the run must not cut off its output
         relay = subprocess.Popen(["cat"], stdin=subprocess.PIPE, stdout=file)
     output = relay.stdin.fileno()
     pid = _start_command(args, faults, output) if as_command else _fork(output, partial(_as_parent, args, faults))
@@ -91,7 +91,7 @@ def _all_gone(session: int, seconds: float) -> tuple[int, ...]:
 
 
 def _processes() -> dict[int, tuple[str, int, int]]:
-    """Process id -> (state, parent, session) of everything that runs here."""
+    """Process id -> (state, parent, session) of all processes."""
     found = {}
     for path in Path("/proc").iterdir():
         if path.name.isdigit():
@@ -114,7 +114,7 @@ def _start_command(args: Sequence[str], faults: Sequence[Fault], output: int) ->
 
 
 def _fork(output: int, body: Callable[[], int]) -> int:
-    """A child, in a session of its own, that writes to `output` and ends with what `body` returns."""
+    """Fork a child, in its own session, that writes to `output` and ends with the exit code that `body` returns."""
     pid = os.fork()
     if pid:
         return pid
@@ -126,8 +126,8 @@ def _fork(output: int, body: Callable[[], int]) -> int:
 
 
 def _leave_with(body: Callable[[], int]) -> None:
-    """Run `body` as a process of its own runs its program, and end. Does not return."""
-    atexit._clear()  # what this process's parent had registered
+    """Run `body` as a separate process runs its program, and end. Does not return."""
+    atexit._clear()  # handlers of this process's parent
     code: object = 1
     try:
         code = body()
@@ -157,7 +157,7 @@ def _with_faults(faults: Sequence[Fault], world: World) -> World:
 
 
 class _Forked:
-    """What the supervisor uses of subprocess.Popen, for a rank that is a fork of it."""
+    """The part of subprocess.Popen that the supervisor uses, for a rank that is forked from it."""
 
     stdout = stderr = None
 

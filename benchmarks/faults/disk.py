@@ -1,4 +1,4 @@
-"""What a run has on its disk between two starts: which checkpoints are whole, and damage to some of them."""
+"""The disk of a run between two starts: which checkpoints are undamaged, and damage to some of them."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from ranvier.errors import CheckpointError
 
 
 def whole_steps(folder: Path) -> set[int]:
-    """Steps of the checkpoints that are whole, of those too that were about to be replaced: the next start brings them
-    back."""
+    """Steps of the undamaged checkpoints, including those that were about to be replaced: the next start restores
+    them."""
     found = set()
     for path in folder.glob("*step-*"):
         name = path.name.removeprefix(".").removesuffix(".replaced").removeprefix("step-")
@@ -29,12 +29,12 @@ def is_whole(path: Path) -> bool:
 
 
 def leftovers(folder: Path) -> set[str]:
-    """Names of what runs that died have left half written."""
+    """Names of incomplete files and folders that runs have left when they died."""
     return {path.name for path in folder.glob(".*") if not path.name.startswith(".owner.")}
 
 
 def lost(before: set[int], after: set[int], *, keep: int, keep_every: int) -> set[int]:
-    """Checkpoints that are whole no more, although retention should have kept them."""
+    """Steps of checkpoints that are gone or damaged, although retention should have kept them."""
     return {step for step in before - after
             if step % keep_every == 0 or len([other for other in after if other > step]) < keep}
 
@@ -47,14 +47,14 @@ def _a_part(folder: Path, draw: random.Random) -> Path:
 
 
 def truncate(folder: Path, draw: random.Random) -> None:
-    """A file that ends early."""
+    """Truncate a file."""
     path = draw.choice([_a_part(folder, draw), folder / MANIFEST])
     content = path.read_bytes()
     path.write_bytes(content[:draw.randrange(len(content))])
 
 
 def flip(folder: Path, draw: random.Random) -> None:
-    """One bit of a file is another."""
+    """Flip one bit of a file."""
     path = draw.choice([_a_part(folder, draw), folder / MANIFEST])
     content = bytearray(path.read_bytes())
     content[draw.randrange(len(content))] ^= 1 << draw.randrange(8)
@@ -62,12 +62,12 @@ def flip(folder: Path, draw: random.Random) -> None:
 
 
 def delete(folder: Path, draw: random.Random) -> None:
-    """A file that is gone."""
+    """Delete a file."""
     draw.choice([_a_part(folder, draw), folder / MANIFEST]).unlink()
 
 
 def litter(folder: Path, draw: random.Random) -> None:
-    """Temporary folders of a run that died, beside the checkpoint."""
+    """Leave temporary folders next to the checkpoint, like a run that died."""
     for name in (f".step-{draw.randrange(100)}.tmp", f".step-{draw.randrange(100)}.removed"):
         path = folder.parent / name
         path.mkdir(exist_ok=True)

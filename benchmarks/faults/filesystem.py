@@ -1,4 +1,4 @@
-"""A small disk that can be full or read-only: a tmpfs, which takes root."""
+"""A small disk that can be full or read-only: a tmpfs, which needs root."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def can_mount() -> bool:
 
 
 class SmallDisk:
-    """A tmpfs of 8 MiB at `folder`, inside a `with`; the folder is empty and stays after it."""
+    """A tmpfs of 8 MiB at `folder`, inside a `with`; the folder remains afterwards, empty."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -42,7 +42,7 @@ class SmallDisk:
         unmount(self.folder)
 
     def fill(self, *, leave_bytes: int) -> None:
-        """Fill it up, but for so many bytes."""
+        """Fill the disk, except for this many bytes."""
         with self._ballast.open("wb", buffering=0) as file:
             try:
                 while True:
@@ -55,7 +55,7 @@ class SmallDisk:
         self._ballast.unlink()
 
     def read_only(self, read_only: bool) -> None:
-        """Between two moments at which somebody has a file of it open for writing."""
+        """Make the disk read-only or writable, as soon as no file is open for writing."""
         deadline = time.monotonic() + _BUSY_SECONDS
         while True:
             try:
@@ -67,7 +67,7 @@ class SmallDisk:
 
 
 def unmount(folder: Path) -> None:
-    """Take away what is mounted there, if anything is: by a soak that was killed, for example."""
+    """Unmount a file system at `folder`, if there is one: from a soak that was killed, for example."""
     if os.path.ismount(folder):
         _run("umount", "--lazy", str(folder))
 

@@ -1,4 +1,4 @@
-"""Ranks join and are lost at random: does the run take each sample once, and come to the same end?
+"""Ranks join and are lost at random: does the run take each sample once, and reach the same end?
 
     python -m benchmarks.faults.joins --events 100 --outcomes joins.jsonl --out joins.md
 
@@ -7,19 +7,18 @@ and `--max-restarts`, and several events after random steps, drawn from the case
 
     join        `ranvier join` starts one or two ranks
     dies        the same, and one of them is killed at a random moment while it joins: before the run calls it, while it
-                connects, or when it is a rank already
-    newcomer    a rank that has joined is killed
-    original    a rank with which the run was started is killed, but not rank 0
-    pair        two of these ranks are killed, the second one at a random moment up to half a second later
-    first       rank 0 is killed: the run starts again from its last checkpoint on the ranks with which it was started
+    connects, or when it is already a rank newcomer    a rank that has joined is killed original    a rank with which
+    the run was started is killed, but not rank 0 pair        two of these ranks are killed, the second one at a random
+    moment up to half a second later first       rank 0 is killed: the run starts again from its last checkpoint on the
+    ranks with which it was started
 
-A run has two to four ranks; where an event finds no rank to kill, or no room, ranks join or are killed instead. Then
-the run goes on to its last step. It must end with exit code 0, with the metrics of each step once and in order, with
-the losses of an undisturbed run on one rank (relative difference below 1e-9, fp64), and no process of it or of a join
-may be left 10 s later. It must have started again as often as rank 0 was killed and never else. The outcome of a case
-is a line in --outcomes; a case that is there is not run again.
+A run has two to four ranks; if an event finds no rank to kill, or no room, ranks join or are killed instead. Then the
+run continues to its last step. It must end with exit code 0, with the metrics of each step once and in order, with the
+losses of an undisturbed run on one rank (relative difference below 1e-9, fp64), and no process of the run or of a join
+may be left 10 s later. It must have restarted exactly as often as rank 0 was killed. The outcome of a case is a line in
+--outcomes; a case that is in the file is not run again.
 
-The run's ranks are stopped while newcomers start, which takes longer than the whole run.
+The run's ranks are stopped while newcomers start, which takes longer than the entire run.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ from benchmarks.faults.training import Training
 from ranvier.mesh import Mesh
 
 KINDS = {"join": 3.0, "dies": 2.0, "newcomer": 2.0, "original": 2.0, "pair": 1.0, "first": 0.5}
-"""How often each is drawn."""
+"""Kind of event -> its weight in the draw."""
 STEPS = 800
 EVENTS_PER_CASE = 10
 _MOST_RANKS = 4
@@ -50,12 +49,12 @@ _TOLERANCE = 1e-9
 _LIMIT_SECONDS = 10.0
 _EVENT_SECONDS = 300.0
 _TIMEOUT_SECONDS = 300.0
-"""Of messages and collectives: longer than the run's ranks are stopped, while others of them wait."""
+"""Time limit of messages and collectives: longer than the run's ranks are stopped while others wait for them."""
 
 
 @dataclass(kw_only=True)
 class Outcome:
-    """What came of a case. problems: empty where nothing went wrong."""
+    """Outcome of a case. problems: empty if nothing went wrong."""
 
     number: int
     seed: int
@@ -63,7 +62,7 @@ class Outcome:
     joined: int = 0
     refused: int = 0
     lost: int = 0
-    """Ranks that the run has gone on without."""
+    """Lost ranks without which the run has continued."""
     restarts: int = 0
     difference: float = 0.0
     """The largest relative difference of a loss."""
@@ -81,7 +80,7 @@ class JoinTrial:
         self._firsts = 0
 
     def run(self, expected: Sequence[float]) -> Outcome:
-        """expected: the losses of an undisturbed run."""
+        """Run the case. expected: the losses of an undisturbed run."""
         began, outcome = time.monotonic(), self._outcome
         self._training.forget()
         self._run = start(self._training, Mesh(data=self._draw.randint(2, 3)), "joins")
@@ -129,7 +128,7 @@ class JoinTrial:
             kind = "original" if originals else "newcomer" if newcomers else "join"
             among = originals or newcomers or None
         if among is not None and len(newcomers + originals) <= (2 if kind == "pair" else 1):
-            kind, among = "join", None  # a rank alone would be at the last step before newcomers come
+            kind, among = "join", None  # a single rank would reach the last step before newcomers come
         if kind in ("join", "dies") and len(newcomers + originals) + 1 >= _MOST_RANKS:
             kind, among = ("original", originals) if originals else ("newcomer", newcomers)
         self._outcome.events.append(kind)
@@ -166,7 +165,7 @@ class JoinTrial:
             join.signal(self._draw.choice(ranks), signal.SIGKILL)
 
     def _lose(self, ranks: Sequence[tuple[Start, int]]) -> None:
-        """Kill these ranks; returns once the run has gone on without them."""
+        """Kill these ranks; returns once the run has continued without them."""
         before, restarts = self._lost(), self._restarts()
         for number, (start_of, pid) in enumerate(ranks):
             if number:
@@ -189,14 +188,14 @@ class JoinTrial:
         return self._run.text.count("ranvier: restart ")
 
     def _lost(self) -> int:
-        """Ranks that the run has told to be lost; of those that were lost together some may be told later."""
+        """Ranks that the run has reported as lost; of ranks that were lost together, some may be reported later."""
         return sum(len(line.get("ranks", ())) for line in self._training.lines("events.jsonl")
                    if line.get("event") == "lost")
 
     # ------------------------------------------------------------------ the run
 
     def _step(self, count: int) -> None:
-        """Let the run take so many steps more, and be ready for newcomers."""
+        """Let the run take `count` more steps, and be ready for newcomers."""
         at = self._training.steps_done()
         if not self._run.wait_until(lambda: self._training.steps_done() >= at + count
                                     and (self._training.run_dir / "join.json").exists(), _EVENT_SECONDS) \
@@ -247,7 +246,7 @@ def undisturbed(training: Training) -> list[float]:
 
 
 def table(outcomes: Sequence[Outcome], seed: int) -> str:
-    """What came of all cases, in Markdown."""
+    """Outcomes of all cases, in Markdown."""
     kinds = Counter(kind for outcome in outcomes for kind in outcome.events)
     bad = [outcome for outcome in outcomes if outcome.problems]
     return "\n".join([
@@ -264,7 +263,7 @@ def table(outcomes: Sequence[Outcome], seed: int) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """See above; 0 where nothing went wrong."""
+    """Run the cases, as described above; returns 0 if nothing went wrong."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--events", type=int, default=100, help=f"in all, {EVENTS_PER_CASE} in each run")
     parser.add_argument("--seed", type=int, default=0)

@@ -1,4 +1,4 @@
-"""The kinds of faults of the soak: each makes its fault, and sees the run that it happened to end.
+"""The kinds of faults of the soak: each makes its fault, and waits for the affected run to end.
 
 Each is a context manager: inside, the fault is over, and the run can be resumed.
 """
@@ -47,7 +47,7 @@ def killed_launcher(trial: Trial) -> Iterator[None]:
 
 @contextmanager
 def stopped_rank(trial: Trial) -> Iterator[None]:
-    """The others wait for it, and then for the time limit; nobody waits for a rank that is stopped for ever."""
+    """A stopped rank: the others wait for it up to the time limit, and do not wait for ever."""
     rank = trial.draw.randrange(trial.mesh.size)
     start = trial.start(paced=True, timeout_seconds=trial.timeout_seconds)
     trial.wait_for_step(start)
@@ -61,10 +61,11 @@ def stopped_rank(trial: Trial) -> Iterator[None]:
 
 @contextmanager
 def double_start(trial: Trial) -> Iterator[None]:
-    """A second start with --resume auto beside the first: refused with the owner's name, while the first goes on."""
+    """A second start with --resume auto during the first: it is refused with the owner's name, while the first
+    continues."""
     apart = trial.draw.choice((0.0, trial.draw.uniform(0.0, 3.0), None))
     trial.say("a second start " + (f"after step {trial.step}" if apart is None else f"{apart:.1f} s after the first"))
-    for pace in (0.05, 0.3, 1.0):  # where the machine is slow, so that the first has ended before the second looks
+    for pace in (0.05, 0.3, 1.0):  # slower paces for a slow machine, where the first ends before the second looks
         if _started_twice(trial, apart, pace):
             break
         trial.forget()
@@ -75,13 +76,13 @@ def double_start(trial: Trial) -> Iterator[None]:
 
 
 def _started_twice(trial: Trial, apart: float | None, pace: float) -> bool:
-    """Both starts to their ends, and the verdict; False where the owner was over too soon for that."""
+    """Run both starts to their ends, and judge; False if the owner ended too soon for that."""
     first = trial.start(faults=(slow := f"slow:rank=0,call=1,for={pace}",))
     if apart is None:
         trial.wait_for_step(first)
     else:
         time.sleep(apart)
-    second, told = trial.start(faults=(slow,)), None  # on a loaded machine it may come first
+    second, told = trial.start(faults=(slow,)), None  # on a loaded machine it may be first
     pids: dict[Start, set[int]] = {first: set(), second: set()}
     while first.code is None and second.code is None:
         for start in pids:
@@ -91,7 +92,7 @@ def _started_twice(trial: Trial, apart: float | None, pace: float) -> bool:
         time.sleep(0.05)
     ended, other = (second, first) if second.code is not None else (first, second)
     if ended.code == 0 and (ended is first or "done in " in first.text or _names(first.text, pids[second])):
-        return False  # the other came when it had trained, or was still waiting for it
+        return False  # the other came after it had trained, or was still waiting for it
     trial.wait_gone(ended, since=told)
     if ended.code == 0:
         trial.problem("both starts trained in one folder")
@@ -112,7 +113,7 @@ def _names(text: str, pids: Collection[int]) -> bool:
 
 
 def _interrupted(trial: Trial) -> None:
-    """A run that was killed after some steps; all processes at once, as when a machine loses power."""
+    """A run that was killed after some steps; all processes at the same time, as if a machine loses power."""
     trial.step = max(trial.step, 3)
     start = trial.start()
     trial.wait_for_step(start)
@@ -120,7 +121,7 @@ def _interrupted(trial: Trial) -> None:
 
 
 def _damage(lines: list[bytes], trial: Trial) -> tuple[str, list[bytes], set[int]]:
-    """What happens to a file of lines, the lines after it, and the numbers of those that were changed."""
+    """Damage a file of lines: description of the damage, the lines afterwards, and the numbers of the changed lines."""
     draw, number = trial.draw, trial.draw.randrange(len(lines))
     line = bytearray(lines[number])
     match draw.choice(("bit", "cut", "nested", "null", "bytes", "twice", "binary", "field")):
@@ -167,7 +168,7 @@ def damaged_logs(trial: Trial) -> Iterator[None]:
 
 
 def _odd_file(path: Path, trial: Trial) -> str:
-    """Something odd in the place of `path`."""
+    """Put something odd in place of `path`."""
     elsewhere = trial.training.root / "not-yours.json"
     elsewhere.write_text(json.dumps({"data": 1, "pipe": 1, "wish": "x"}))
     kind = trial.draw.choice(("FIFO", "folder", "full folder", "garbage", "link", "link to nothing", "link to itself",
@@ -200,8 +201,8 @@ def _odd_file(path: Path, trial: Trial) -> str:
 
 @contextmanager
 def control_file(trial: Trial) -> Iterator[None]:
-    """Odd things in the place of resize.json, while the run is under way: it goes on unharmed. Or in the place of the
-    lease of a run that was killed: the next start takes the folder over."""
+    """Odd things in place of resize.json during the run: the run continues unharmed. Or in place of the lease of a run
+    that was killed: the next start takes the folder over."""
     if trial.draw.random() < 0.25:
         _interrupted(trial)
         leases = sorted(trial.training.run_dir.glob(".owner.*"))
@@ -227,7 +228,7 @@ def control_file(trial: Trial) -> Iterator[None]:
 
 @contextmanager
 def removed_folder(trial: Trial) -> Iterator[None]:
-    """The run's folder goes while it runs; in half of the cases its checkpoints are elsewhere."""
+    """The run's folder is removed during the run; in half of the cases its checkpoints are elsewhere."""
     trial.step = max(trial.step, 1)
     if trial.draw.random() < 0.5:
         trial.training.keep_checkpoints_elsewhere()
@@ -236,7 +237,7 @@ def removed_folder(trial: Trial) -> Iterator[None]:
     trial.say(f"the run's folder is removed after step {trial.step}, checkpoints are " + (
         "elsewhere" if trial.training.checkpoints.parent != trial.training.run_dir else "in it"))
     gone = trial.training.root / "removed"
-    trial.training.run_dir.rename(gone)  # in one moment, so that nothing is written in between
+    trial.training.run_dir.rename(gone)  # atomic, so that nothing is written in between
     shutil.rmtree(gone)
     trial.wait_gone(start)
     trial.missing = set(range(1, max(trial.training.whole_steps(), default=0) + 1))
@@ -247,14 +248,14 @@ def removed_folder(trial: Trial) -> Iterator[None]:
 
 
 def _limited(trial: Trial) -> tuple[str, ...]:
-    """Without a right to mount: the file system's own limit for one rank."""
+    """Without the right to mount: a limit of the size of files for one rank."""
     rank = trial.draw.randrange(trial.mesh.size)
     return (f"disk:rank={rank},call={8 * trial.step + 1},bytes={trial.draw.choice((2000, 10_000))}",)
 
 
 @contextmanager
 def full_disk(trial: Trial) -> Iterator[None]:
-    """The disk of the checkpoints, or of the whole run, is full; then it is not."""
+    """The disk of the checkpoints, or of the entire run, is full; then it is not."""
     if not can_mount():
         trial.say(f"files cannot grow after step {trial.step}")
         trial.wait_gone(trial.start(faults=_limited(trial)), may_go_on=True)
@@ -276,7 +277,7 @@ def full_disk(trial: Trial) -> Iterator[None]:
 
 @contextmanager
 def read_only_disk(trial: Trial) -> Iterator[None]:
-    """The disk of the checkpoints is read-only from a step on, or from before the start; then it is not."""
+    """The disk of the checkpoints is read-only from a step on, or before the start; then it is not."""
     folder = trial.training.root / "elsewhere"
     trial.training.keep_checkpoints_elsewhere()
     trial.step = trial.draw.choice((0, trial.step))

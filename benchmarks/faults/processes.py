@@ -1,8 +1,8 @@
 """One start of `ranvier` under a launcher, and every process that belongs to it.
 
-A start's processes are found by a variable of its own in their environment, which children inherit: launchers put
-ranks into other process groups and sessions, and what has lost its parent still has its environment. Nothing is ever
-found, or killed, by its name.
+A start's processes are found by a unique variable in their environment, which children inherit: launchers put ranks
+into other process groups and sessions, and a process that has lost its parent still has its environment. Nothing is
+ever found, or killed, by its name.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _POLL_SECONDS = 0.005
 
 
 def command(launcher: Launcher, ranks: int, program: Sequence[str]) -> list[str]:
-    """What a user types to run `python PROGRAM` on so many ranks of this machine."""
+    """The command with which a user runs `python PROGRAM` on `ranks` ranks of this machine."""
     match launcher:
         case "python":
             return [sys.executable, *program]
@@ -63,7 +63,7 @@ class Start:
 
     @property
     def pid(self) -> int:
-        """The launcher's: the supervisor, torchrun's agent or mpiexec."""
+        """Process id of the launcher: the supervisor, torchrun's agent or mpiexec."""
         return self._top.pid
 
     @property
@@ -76,7 +76,7 @@ class Start:
         return self.log.read_text(errors="replace")
 
     def processes(self) -> list[Process]:
-        """All that live, zombies left out: these have no environment any more."""
+        """All live processes, without zombies, which have no environment any more."""
         wanted = f"{MARK}={self._mark}".encode()
         found = []
         for path in Path("/proc").iterdir():
@@ -90,16 +90,16 @@ class Start:
         return found
 
     def ranks(self) -> dict[int, int]:
-        """Rank -> pid, of the ranks that have been started and live."""
+        """Rank -> pid, of the ranks that have been started and are alive."""
         name = _RANK[self.launcher]
         numbered = {process.pid: process for process in self.processes() if name in process.environ}
         return {int(process.environ[name]): process.pid for process in numbered.values()
-                if process.parent not in numbered}  # a rank's own children have its number as well
+                if process.parent not in numbered}  # children of a rank have its number, too
 
     # ------------------------------------------------------------------ waiting
 
     def wait_until(self, happened: Callable[[], bool], seconds: float) -> bool:
-        """Wait until `happened`, at most `seconds` and as long as the launcher lives; whether it has."""
+        """Wait until `happened` is true, at most `seconds` and as long as the launcher lives; returns whether it is."""
         deadline = time.monotonic() + seconds
         while not happened():
             if self.code is not None or time.monotonic() > deadline:
@@ -108,7 +108,7 @@ class Start:
         return True
 
     def wait_gone(self, seconds: float) -> float | None:
-        """Wait at most `seconds` until no process is left; the moment (monotonic), or None where some still are."""
+        """Wait at most `seconds` until no process is left; returns the moment (monotonic), or None if some are left."""
         deadline = time.monotonic() + seconds
         while self.code is None or self.processes():
             if time.monotonic() > deadline:
@@ -119,7 +119,7 @@ class Start:
     # ------------------------------------------------------------------ signals
 
     def signal(self, pid: int, number: int) -> None:
-        """Send a signal to a process of this start; nothing where it is gone."""
+        """Send a signal to a process of this start; does nothing if it is gone."""
         if pid == self.pid:
             self._top.send_signal(number)
         elif pid in {process.pid for process in self.processes()}:
@@ -127,7 +127,7 @@ class Start:
                 os.kill(pid, number)
 
     def kill_all(self) -> list[int]:
-        """End whatever is left; the pids of those processes."""
+        """Kill all processes that are left; returns their pids."""
         killed = set()
         if self.code is None:
             killed.add(self.pid)

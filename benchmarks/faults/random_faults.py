@@ -1,15 +1,15 @@
-"""Many random faults over real runs of a tiny GPT: does every run end or go on, on any mesh, with nothing lost?
+"""Many random faults in real runs of a tiny GPT: does every run end or continue, on any mesh, with nothing lost?
 
     python -m benchmarks.faults.random_faults --faults 200 --seed 0 --out docs/faults-table.md
 
-A run of 24 steps is started again and again with --resume auto, each time on a mesh of 2 to 4 ranks, until it is
-complete. Something happens to nearly every start, and to its files before it. After each start: it has ended by itself,
-no process is left, no whole checkpoint is gone, it went on from the newest whole one, and no temporary folder of an
-earlier start is there. After each run: its losses are those of a run that nothing happened to, to the bit where every
-start had the same mesh. Whatever is not so is an error, and the exit code 1.
+A run of 24 steps is started repeatedly with --resume auto, each time on a mesh of 2 to 4 ranks, until it is complete.
+Something happens to nearly every start, and to its files before it. After each start: it has ended on its own, no
+process is left, no undamaged checkpoint is gone, it resumed from the newest of them, and no temporary folder of an
+earlier start is left. After each run: its losses are those of an undisturbed run, bit-identical if every start had the
+same mesh. Anything else is an error, and the exit code is 1.
 
-A share of the runs is elastic: layers freeze by hand after drawn steps, and somebody wishes for other meshes
-(ranvier.train.resize) while they go on; some faults are aimed at the transitions.
+A share of the runs is elastic: layers freeze by hand after drawn steps, and other meshes are requested
+(ranvier.train.resize) during the run; some faults are aimed at the transitions.
 """
 
 from __future__ import annotations
@@ -46,18 +46,18 @@ MESHES = (Mesh(data=2), Mesh(pipe=2), Mesh(row=2), Mesh(col=2), Mesh(pipe=3), Me
           Mesh(row=2, col=2), Mesh(data=4), Mesh(data=2, col=2))
 LARGEST_CALL, LONGEST_SECONDS = 400, 4.0
 TOLERANCE = 1e-9
-"""Relative, of losses in fp64 on other meshes than the reference."""
+"""Relative tolerance of losses in fp64 on other meshes than the reference."""
 INSIDE = {"a rank is killed": "kill", "a rank is stopped": "stop", "a message is late": "delay",
           "a message is lost": "drop", "an allocation fails": "allocation", "the disk is full": "disk"}
 AIMED = {"a rank is killed in a transition": "kill", "a rank is stopped in a transition": "stop",
          "a rank is late in a transition": "delay", "state or an order is lost": "drop",
          "state or an order is changed": "corrupt", "an allocation fails in a transition": "allocation"}
-"""Of elastic runs."""
+"""Faults of elastic runs."""
 _CACHED = {"elastic.cache": "true", "elastic.cache-from": 1, "elastic.cache-precision": "full",
            "elastic.frozen-dropout": "false"}
 _PACKED = {"elastic.auto-pipe": "true", "elastic.auto-dp": "true"}
 ALSO = ({}, _CACHED, _PACKED, _CACHED | _PACKED)
-"""What else elastic runs do, one of these each: read frozen layers' outputs, pack their pipeline."""
+"""Additional settings of elastic runs, one of these each: read frozen layers' outputs, pack their pipeline."""
 OUTSIDE = {"a rank is killed while a checkpoint is written": "save", "the supervisor is killed": "KILL",
            "the run is told to stop": "TERM"}
 SAYS = {
@@ -72,12 +72,12 @@ SAYS = {
     r"not all that this rank sends": "says who waits for whom",
     r"a collective failed|(has|is) gone|could not carry": "says that a peer is gone",
     r"stopped by SIG|save and stop": ""}
-"""What a run says when it ends early, by what is found in its output; the first that fits."""
+"""Pattern in the output of a run that ends early -> description; the first match counts."""
 
 
 @dataclass
 class Tally:
-    """What has happened so far."""
+    """Events so far."""
 
     outcomes: dict[str, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
     errors: list[str] = field(default_factory=list)
@@ -95,7 +95,7 @@ class Tally:
 
 @dataclass(frozen=True, kw_only=True)
 class Soak:
-    """The settings of a soak. root: where everything is written."""
+    """The settings of a soak. root: folder of all its files."""
 
     root: Path
     faults: int
@@ -117,7 +117,7 @@ class Soak:
             "comm.timeout-seconds": self.timeout_seconds, "comm.transport": transport, "launch.device": "cpu",
             "data.corpus": self.root / "corpus", "data.cache-dir": self.root / "cache", "resume": resume,
             "run-dir": run_dir}
-        if manual:  # a tiny BERT, whose embedding may freeze: it is tied to nothing
+        if manual:  # a tiny BERT, whose embedding may freeze because it is not tied
             settings |= {"elastic.freeze": "manual", "elastic.manual": manual, "model.vocab": 120,
                          "data.task": "classification", "data.train": self.root / "train.tsv",
                          "data.eval": self.root / "eval.tsv"} | also
@@ -151,7 +151,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run(soak: Soak) -> Tally:
-    """All runs, until there were as many faults as there should be."""
+    """Start runs until there were as many faults as `soak` asks for."""
     write_corpus(soak.root / "corpus")
     references: dict[tuple[Mesh, str], list[float]] = {}
     tally, began = Tally(), time.monotonic()
@@ -195,7 +195,7 @@ class Training:
         self.checkpoints = self.folder / "checkpoint"
         self.moved = False
         self.told = 0
-        """Starts that got as far as the first step."""
+        """Starts that reached the first step."""
 
     def complete(self) -> None:
         while not (self.folder / "summary.json").exists():
@@ -209,7 +209,7 @@ class Training:
     # ------------------------------------------------------------------ before a start
 
     def damage(self) -> None:
-        """Now and then, something happens to the newest checkpoint; one that is whole stays."""
+        """Sometimes, damage the newest checkpoint; at least one undamaged checkpoint stays."""
         whole = sorted(whole_steps(self.checkpoints))
         named = [step for step in whole if step_folder(self.checkpoints, step).exists()]
         if not named or self.draw.random() < 0.4:
@@ -223,7 +223,7 @@ class Training:
     # ------------------------------------------------------------------ a start
 
     def start(self) -> bool:
-        """One start and what happens to it; False where it makes no sense to go on with this run."""
+        """One start with its fault; returns False if it makes no sense to continue this run."""
         mesh = self.mesh or self.draw.choice(MESHES)
         as_command = self.draw.random() < self.soak.by_command
         transport = "mpi" if as_command and self.draw.random() < 0.5 and mpi_available() is None else "torch"
@@ -283,7 +283,7 @@ class Training:
                      **more.get(kind, {}))
 
     def wishes(self, mesh: Mesh) -> list[Outside]:
-        """What somebody wishes while the run goes on: other meshes, some of which it refuses, after drawn steps."""
+        """Resize requests during the run: other meshes, some of which it refuses, after drawn steps."""
         sizes = [(data, pipe) for data in (1, 2, 4) for pipe in (1, 2, 3, 4)
                  if data * pipe <= mesh.data * mesh.pipe]
 
@@ -328,7 +328,7 @@ class Training:
         return [*found, *([f"lost the whole checkpoints of steps {sorted(gone)}"] if gone else [])]
 
     def start_problems(self, before: set[int], left_before: set[str]) -> list[str]:
-        """What is wrong with where it went on, if it got so far."""
+        """Problems of the step from which the start resumed, if it got so far."""
         resumed = [line for line in read_events(self.folder).lines if line["event"] == "resume"]
         starts = [line for line in read_events(self.folder).lines if line["event"] == "start"]
         if len(starts) <= self.told:
@@ -344,7 +344,7 @@ class Training:
     # ------------------------------------------------------------------ at its end
 
     def compare(self) -> None:
-        """The losses are those of a run that nothing happened to."""
+        """Check that the losses are those of an undisturbed run."""
         lines = read_metrics(self.folder).lines
         steps, losses = [line["step"] for line in lines], [line["loss"] for line in lines]
         self.tally.transitions += len([line for line in read_events(self.folder).lines
@@ -371,14 +371,14 @@ class Training:
 
 
 def describe(ended: Ended, complete: bool) -> str:
-    """How a start ended, in a few words; with a question mark where that is not foreseen."""
+    """How a start ended, in a few words; with a question mark if that is unexpected."""
     if ended.code is None:
         return "? hangs"
     if ended.code == 0:
         return "goes on to its end" if complete else "saves, stops, exit 0"
     if ended.code == -signal.SIGKILL:
         return "all ranks end with it"
-    if ended.code == -signal.SIGTERM and "stage" not in ended.text:  # the interpreter was still on its way
+    if ended.code == -signal.SIGTERM and "stage" not in ended.text:  # the interpreter was still starting
         return "ends before it has begun"
     says = next((text for pattern, text in SAYS.items() if re.search(pattern, ended.text)), None)
     if says is None or ended.code not in (1, 2, 143):
@@ -387,7 +387,7 @@ def describe(ended: Ended, complete: bool) -> str:
 
 
 def table(tally: Tally, seed: int) -> str:
-    """What happened, in Markdown."""
+    """Table of the events, in Markdown."""
     rows = []
     for what in [*INSIDE, *AIMED, *OUTSIDE, *DAMAGE]:
         counts = tally.outcomes.get(what, Counter())

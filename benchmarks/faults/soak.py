@@ -4,11 +4,11 @@
 
 Each case is one fault of a real `ranvier train` on two ranks, at a moment that its number draws (a step and a moment
 after it), under plain python, torchrun or mpiexec. Every process of the run must be gone within 10 s of the fault (of
---comm.timeout-seconds after it where a rank is stopped), and `--resume auto` must take the run from its newest whole
+--comm.timeout-seconds after it if a rank is stopped), and `--resume auto` must take the run from its newest undamaged
 checkpoint to its end: losses bit-identical to those of an undisturbed run, each step's metrics once, no process left
 (`benchmarks.faults.trial`). The kinds are in `benchmarks.faults.kinds`.
 
-The outcome of a case is appended to --outcomes as soon as it is over, one JSON object a line; a case that is there is
+The outcome of a case is appended to --outcomes as soon as it is over, one JSON object per line; a case in that file is
 not run again. Faults inside ranks, other meshes and elastic runs: `benchmarks.faults.random_faults`.
 """
 
@@ -78,7 +78,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def read_outcomes(path: Path) -> dict[tuple[str, str, int, int], Outcome]:
-    """Outcomes by case. A line that was cut off is left out: its case is run again."""
+    """Outcomes by case. A truncated line is left out: its case is run again."""
     found = {}
     for text in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
         try:
@@ -92,7 +92,7 @@ def read_outcomes(path: Path) -> dict[tuple[str, str, int, int], Outcome]:
 
 
 def line(outcome: Outcome, number: int, count: int) -> str:
-    """One case in one line, with whatever was wrong below."""
+    """One case in one line, with its problems below."""
     seconds = "not ended" if outcome.seconds is None else f"ended in {outcome.seconds:.1f} s"
     wrong = [*outcome.problems, *outcome.losses, *([f"processes left: {outcome.left}"] if outcome.left else []),
              *([] if outcome.ended else [f"not within {outcome.limit_seconds:g} s"])]
@@ -102,7 +102,7 @@ def line(outcome: Outcome, number: int, count: int) -> str:
 
 
 def table(outcomes: Sequence[Outcome], seed: int, count: int) -> str:
-    """What came of all cases, in Markdown: a row for each kind and launcher."""
+    """Outcomes of all cases, in Markdown: a row for each kind and launcher."""
     rows = []
     for kind in KINDS:
         for launcher in LAUNCHERS:

@@ -1,6 +1,6 @@
-"""The run that the soak starts again and again: its command, its folder, and what its files say.
+"""The run that the soak starts repeatedly: its command, its folder, and the contents of its files.
 
-A tiny GPT in fp64 on two ranks: a start costs what importing torch costs, and a step 20 ms.
+A tiny GPT in fp64 on two ranks: a start takes as long as the import of torch, and a step 20 ms.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ MESHES = (Mesh(pipe=2), Mesh(data=2), Mesh(col=2))
 _WORDS = ("to", "be", "or", "not", "that", "is", "the")
 _START_SECONDS = 240.0
 _TIMEOUT_SECONDS = 60.0
-"""Of messages and collectives, longer than any limit: what ends in time has not waited for it."""
+"""Time limit of messages and collectives, longer than any limit of a case: a run that ends in time has not waited for
+it."""
 
 
 class Training:
@@ -42,7 +43,7 @@ class Training:
             corpus.write_text("\n".join(" ".join(draw.choice(_WORDS) for _ in range(40)) for _ in range(100)))
 
     def forget(self) -> None:
-        """Remove the run, whatever is left of it."""
+        """Remove all remains of the run."""
         for path in (self.run_dir, self.root / "elsewhere"):
             unmount(path)
             shutil.rmtree(path, ignore_errors=True)
@@ -93,8 +94,8 @@ class Training:
             return 0
 
     def seconds_since_last_write(self) -> float:
-        """Since a file in the run's folder was written: metrics, events, what a run leaves at its end; infinite where
-        there is none."""
+        """Seconds since a file in the run's folder was written: metrics, events, final results; infinite if there is no
+        file."""
         age = float("inf")
         with suppress(OSError):
             for path in self.run_dir.iterdir():
@@ -103,14 +104,14 @@ class Training:
         return age
 
     def whole_steps(self) -> set[int]:
-        """Steps of the checkpoints that are whole."""
+        """Steps of the undamaged checkpoints."""
         return whole_steps(self.checkpoints)
 
     def is_complete(self) -> bool:
         return (self.run_dir / "summary.json").is_file() and STEPS in self.whole_steps()
 
     def resumed_from(self) -> int:
-        """The step that the last start resumed from, by its own words; 0 for a start from nothing."""
+        """The step from which the last start resumed, according to its events; 0 for a start from nothing."""
         folders = [line["folder"] for line in self.lines("events.jsonl")
                    if line.get("event") == "resume" and isinstance(line.get("folder"), str)]
         step = Path(folders[-1]).name.removeprefix("step-") if folders else ""
@@ -119,8 +120,8 @@ class Training:
     # ------------------------------------------------------------------ what its losses should be
 
     def reference(self, mesh: Mesh, transport: str) -> list[float]:
-        """The losses of an undisturbed run, which is made once and kept in the work folder. Where there is a run in
-        the folder, that one is lost."""
+        """The losses of an undisturbed run, which is done once and kept in the work folder. Removes a run that is in
+        the folder."""
         if (mesh, transport) not in self._references:
             kept = self.root / f"losses-{transport}-{mesh.data}-{mesh.pipe}-{mesh.row}-{mesh.col}.json"
             if not kept.exists():

@@ -1,10 +1,10 @@
-"""One case of the soak: a start that a fault happens to, the start after it, and the verdict.
+"""One case of the soak: a start with a fault, the start after it, and the verdict.
 
     start, fault at a drawn step -> everything is gone within the limit, no process is left, nothing claims success
     start again, --resume auto   -> from the newest whole checkpoint to the end, with the losses of an undisturbed run
                                     and every step's metrics once
 
-What a kind of fault does is in `benchmarks.faults.kinds`.
+The faults themselves are in `benchmarks.faults.kinds`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from benchmarks.faults.training import KEEP, MESHES, STEPS, Training
 from ranvier.mesh import Mesh
 
 LATEST_STEP = 12
-"""The last step after which a fault happens: the others are time that a run which does not notice it spends."""
+"""The last step after which a fault happens: the later steps are for a run that does not notice the fault."""
 PACE_SECONDS = 0.12
 _PROGRESS_SECONDS = 240.0
 _RESUME_SECONDS = 240.0
@@ -48,9 +48,9 @@ class Case:
 
 @dataclass(kw_only=True)
 class Outcome:
-    """What came of a case. seconds: from the fault (or the time limit after it) until every process was gone; None
-    where some had to be killed. resumed: whether the run reached its end as it should, by a new start where the fault
-    ended the first. problems: what was not as it should be, in words; losses: those of them that are lost work."""
+    """Outcome of a case. seconds: from the fault (or the time limit after it) until every process was gone; None if
+    some had to be killed. resumed: whether the run reached its end correctly, by a new start if the fault ended the
+    first. problems: descriptions of everything wrong; losses: the problems that are lost work."""
 
     kind: str
     launcher: str
@@ -80,7 +80,7 @@ class Outcome:
 
 
 class Trial:
-    """A case as it goes; kinds of faults change `allowance` and `missing`, and add problems."""
+    """A case in progress; kinds of faults change `allowance` and `missing`, and add problems."""
 
     def __init__(self, case: Case, training: Training, limit_seconds: float, timeout_seconds: float) -> None:
         self.case, self.draw, self.training, self.timeout_seconds = case, case.draw, training, timeout_seconds
@@ -105,8 +105,8 @@ class Trial:
         self.outcome.problems.append(what)
 
     def start(self, *, faults: tuple[str, ...] = (), paced: bool = False, **more: float) -> Start:
-        """Start the run. paced: slowly, so that it would go on for longer than the limit after any fault. more: as
-        `Training.start` has it."""
+        """Start the run. paced: slowly, so that it would go on for longer than the limit after any fault. more: as in
+        `Training.start`."""
         if paced:
             faults = (*faults, f"slow:rank=0,call={4 * self.step + 1},for={PACE_SECONDS}")
         start = self.training.start(self.case.launcher, self.mesh, self.transport, f"start-{len(self.starts)}", faults,
@@ -122,7 +122,7 @@ class Trial:
         self.starts.clear()
 
     def wait_for_step(self, start: Start) -> None:
-        """Wait until the drawn step is over (0: until all ranks have been started), and a drawn moment more."""
+        """Wait until the drawn step is over (0: until all ranks have been started), and then a drawn time."""
         if self.step == 0:
             start.wait_until(lambda: len(start.ranks()) == self.mesh.size, _PROGRESS_SECONDS)
             time.sleep(self.draw.uniform(0.0, 2.0))
@@ -150,7 +150,7 @@ class Trial:
         self.judge_end(start)
 
     def wait_gone_unharmed(self, start: Start) -> None:
-        """Wait for the end of a start that nothing has happened to; its time to end does not count."""
+        """Wait for the end of an undisturbed start; the time that it takes does not count."""
         seconds = self.outcome.seconds
         if start.wait_gone(_RESUME_SECONDS) is None:
             self.problem("a start that nothing had happened to had not ended by itself")
@@ -162,7 +162,8 @@ class Trial:
     # ------------------------------------------------------------------ the case
 
     def run(self, kind: Kind) -> Outcome:
-        """Inside `kind(self)` the fault has happened, and the run that it happened to has ended; then it is resumed."""
+        """Run the case: inside `kind(self)` the fault has happened, and the affected run has ended; then the run is
+        resumed."""
         began = time.monotonic()
         self.training.forget()
         reference = self.training.reference(self.mesh, self.transport)
@@ -184,14 +185,14 @@ class Trial:
         return self.outcome
 
     def judge_end(self, start: Start) -> None:
-        """A start that ended has said the truth, and no traceback."""
+        """Check that a start that ended has printed true statements, and no traceback."""
         if start.code == 0 and not self.training.is_complete():
             self.problem("ended with exit code 0, although the run is not complete with its last checkpoint")
-        if "Traceback" in start.text and self.case.launcher != "torchrun":  # the agent prints one of its own
+        if "Traceback" in start.text and self.case.launcher != "torchrun":  # the agent prints its own traceback
             self.problem("printed a traceback")
 
     def resume(self) -> None:
-        """The start after the fault."""
+        """Start the run again after the fault."""
         before, stale = self.training.whole_steps(), leftovers(self.training.checkpoints)
         start = self.start()
         gone = start.wait_gone(_RESUME_SECONDS)
@@ -210,7 +211,7 @@ class Trial:
             self.problem(f"temporary folders were left: {sorted(stale)}")
 
     def compare(self, reference: list[float]) -> None:
-        """Every step's metrics once, with the losses of an undisturbed run, bit-identical."""
+        """Check that every step's metrics occur once, with losses bit-identical to those of an undisturbed run."""
         found: dict[int, list[object]] = {}
         for line in self.training.lines("metrics.jsonl"):
             if isinstance(line.get("step"), int):

@@ -44,13 +44,13 @@ _PAD, _CLS, _SEP, _FIRST_WORD = range(4)
 _MEAN_WORDS, _SHAPE = 11.5, 1.2
 
 Step = Callable[[int], Callable[[], float]]
-"""Training step `number`; returns what reads this rank's share of its loss."""
+"""Training step `number`; returns a function that reads this rank's share of its loss."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Contender:
-    """shard: whether Ranvier shards the optimizer states over its ranks. mpi: whether its ranks talk over MPI rather
-    than Gloo. The ranks of a `plain` contender train independently of each other."""
+    """shard: whether Ranvier shards the optimizer states over its ranks. mpi: whether its ranks communicate over MPI
+    rather than Gloo. The ranks of a `plain` contender train independently of each other."""
 
     name: str
     kind: Literal["plain", "ddp", "ours"]
@@ -78,8 +78,8 @@ CONTENDERS = (
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """What all contenders do. model: a folder with transformers' BERT; microbatch: at most so many sentences at once in
-    Ranvier, 0 for a rank's whole share of a batch; bucket_size: of Ranvier's optimizer."""
+    """The work of all contenders. model: a folder with transformers' BERT; microbatch: most sentences in a microbatch
+    of Ranvier, 0 for a rank's full share of a batch; bucket_size: of Ranvier's optimizer."""
 
     model: Path
     vocab: int
@@ -99,7 +99,8 @@ class Work:
 
 def make_sentences(work: Work) -> Labelled:
     """Sentences with lengths as in SST-2: 13.5 tokens on average, [CLS] and [SEP] included, at most 64. Frequencies of
-    words follow Zipf's law; three of four words are even numbers in sentences of class 1, odd ones in those of class 0.
+    words follow Zipf's law; three of four words are even numbers in sentences of class 1, and odd numbers in those of
+    class 0.
     """
     random = np.random.default_rng(work.seed)
     many = np.sort(random.gamma(_SHAPE, (_MEAN_WORDS - 0.5) / _SHAPE, 100_000))
@@ -180,7 +181,7 @@ def open_ours(work: Work, contender: Contender, rank: int, store: dist.Store) ->
 
 
 def serve(commands: Connection, work: Work, contender: Contender, rank: int, port: int) -> None:
-    """The life of one rank: build the model, then train as many steps as the driver says, until it says none."""
+    """Process of one rank: build the model, then train as many steps as the driver sends, until it sends 0."""
     if hasattr(os, "sched_setaffinity"):
         cores = sorted(os.sched_getaffinity(0))
         os.sched_setaffinity(0, {cores[rank % len(cores)]})

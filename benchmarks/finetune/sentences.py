@@ -4,15 +4,15 @@
 
     transformers               a loop over transformers' model with dynamic padding, one process: the peer
     Ranvier                    Ranvier's engine on one rank
-    two loops                  two such loops at once, independent of each other: the most that two cores reach
+    two loops                  two such loops at the same time, independent of each other: the most that two cores reach
     DDP, data 2                the loop under DistributedDataParallel over Gloo, half of a batch on each rank
     Ranvier, data 2 [sharded]  two replicas over Gloo; with sharded optimizer states
     Ranvier, data 2, MPI       two replicas over MPI, as `ranvier train` starts them where MPI is installed
 
 The model has MiniLM's size (6 layers of 384) and random weights, which transformers makes and all contenders load.
 Sentences are generated; their lengths are distributed as in SST-2 (13.5 tokens on average, at most 64). All contenders
-have the same batches, AdamW's default settings, fp32, and one thread on each rank, which has a core of its own.
-Contenders are processes that stay and take turns, one epoch each, forwards and backwards through the list in turn. The
+have the same batches, AdamW's default settings, fp32, and one thread on each rank, which has its own core. Contenders
+are processes that stay alive and take turns, one epoch each, alternately forwards and backwards through the list. The
 first epoch is not timed. Its losses must agree to 1e-3 with those of the transformers loop, otherwise no ratio is
 printed.
 """
@@ -104,8 +104,8 @@ def measure(options: argparse.Namespace) -> list[dict]:
 
 
 def report(rows: dict[str, dict], about: dict[str, float], *, compared: bool) -> None:
-    """Add what follows from the measurements to each row, and print the table. compared: whether losses must agree,
-    which they cannot where each contender draws its own dropout masks."""
+    """Add the values derived from the measurements to each row, and print the table. compared: whether losses must
+    agree, which they cannot if each contender draws its own dropout masks."""
     plain = rows[PLAIN.name]
     for row in rows.values():
         row["largest_loss_difference"] = max(abs(ours - theirs) / theirs for ours, theirs in zip(
@@ -128,7 +128,7 @@ def report(rows: dict[str, dict], about: dict[str, float], *, compared: bool) ->
 
 
 def describe(work: Work) -> dict[str, float]:
-    """Lengths of sentences, and what dynamic padding makes of them in batches of one process."""
+    """Lengths of sentences, and of batches of one process after dynamic padding."""
     lengths, loader = make_sentences(work).sample_lengths, loader_of(work)
     positions = sum(batch.inputs["ids"].numel() for step in range(work.steps) for batch in loader.microbatches(step))
     return {"tokens": float(lengths.mean()), "longest": int(lengths.max()), "positions": positions / work.sentences}
