@@ -7,10 +7,11 @@ and `--max-restarts`, and several events after random steps, drawn from the case
 
     join        `ranvier join` starts one or two ranks
     dies        the same, and one of them is killed at a random moment while it joins: before the run calls it, while it
-    connects, or when it is already a rank newcomer    a rank that has joined is killed original    a rank with which
-    the run was started is killed, but not rank 0 pair        two of these ranks are killed, the second one at a random
-    moment up to half a second later first       rank 0 is killed: the run starts again from its last checkpoint on the
-    ranks with which it was started
+                connects, or when it is already a rank
+    newcomer    a rank that has joined is killed
+    original    a rank with which the run was started is killed, but not rank 0
+    pair        two of these ranks are killed, the second one at a random moment up to half a second later
+    first       rank 0 is killed: the run starts again from its last checkpoint on the ranks with which it was started
 
 A run has two to four ranks; if an event finds no rank to kill, or no room, ranks join or are killed instead. Then the
 run continues to its last step. It must end with exit code 0, with the metrics of each step once and in order, with the

@@ -1,6 +1,6 @@
-"""What the cases of `benchmarks.gpu.suite` have in common: the device, its clock, and what they find.
+"""Shared by the cases of `benchmarks.gpu.suite`: the device, its clock, and the form of findings.
 
-A case is a generator: each thing that it finds is a dict that JSON can hold, which the suite writes at once, so that a
+A case is a generator: each finding is a dict that JSON can represent, which the suite writes immediately, so that a
 case that hangs or crashes later loses nothing. `ok` is False where a check has failed; `says` is for a person.
 """
 
@@ -20,7 +20,7 @@ _Shape = TypeVar("_Shape")
 
 Finding = dict[str, Any]
 Findings = Iterator[Finding]
-"""What a case gives; `kind` names what is found where that is not the case."""
+"""Findings of a case; `kind` names a finding if it differs from the case's name."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,29 +34,29 @@ class Options:
         return torch.device("cpu") if self.dry_run else torch.device("cuda", 0)
 
     def sized(self, on_device: _Shape, dry: _Shape) -> _Shape:
-        """What a case takes on the device, and in a dry run."""
+        """The value of a case on the device, or in a dry run."""
         return dry if self.dry_run else on_device
 
 
 def failure(error: BaseException) -> Finding:
-    """What is written of an error."""
+    """The finding of an error."""
     lines = traceback.format_exception(error)
     return {"ok": False, "error": f"{type(error).__name__}: {error}"[:1500],
             "trace": "".join(lines).splitlines()[-14:]}
 
 
 def attempt(measure: Callable[[], Finding]) -> Finding:
-    """What `measure` finds, or why it failed: what else its case finds does not depend on it."""
+    """The finding of `measure`, or why it failed: other findings of its case do not depend on it."""
     try:
         return measure()
     except Exception as error:
         return failure(error)
     finally:
-        gc.collect()  # what an error's frames have held
+        gc.collect()  # frees what an error's frames have held
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait for what the device was given."""
+    """Wait until the device has finished its work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
@@ -91,7 +91,8 @@ def timed(call: Callable[[], object], device: torch.device, *, warm: int = 2, ti
 
 
 def interleaved(calls: Sequence[Callable[[], float]], rounds: int) -> list[float]:
-    """The median result of each call, taken in turns (A B, B A, ...), so that a drift of the clock meets all alike."""
+    """The median result of each call, taken in turns (A B, B A, ...), so that a drift of the clock affects all
+    equally."""
     found: list[list[float]] = [[] for _ in calls]
     for turn in range(rounds):
         order = range(len(calls)) if turn % 2 == 0 else reversed(range(len(calls)))

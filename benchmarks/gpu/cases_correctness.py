@@ -52,11 +52,11 @@ COMPILED: dict[str, dict[str, Any]] = {
     "compiled, recompute": {"compile": True, "memory": {"recompute": 1}}}
 """Variants that take minutes to compile."""
 LIMITS = {"fp32": 2e-4, "fp64": 1e-11, "bf16": 3e-2, "fp16": 1e-2}
-"""Precision -> the largest relative difference from the CPU that is no error."""
+"""Precision -> the largest relative difference from the CPU that is not an error."""
 STARTS = (("LAZY", "none", 10), ("EAGER", "none", 3), ("LAZY", "synchronize", 3), ("EAGER", "free", 3))
-"""How kernels are loaded, what is forced after each send, and how often ranks start so."""
+"""How kernels are loaded, what is forced after each send, and the number of such starts."""
 BETWEEN_MESHES = {"fp32": 1e-3, "bf16": 3e-2}
-"""The same between ranks that share the device and one rank on it."""
+"""Like LIMITS, between ranks that share the device and one rank on it."""
 MESHES: dict[str, dict[str, Any]] = {
     "pipe 2": {"mesh": {"pipe": 2}}, "data 2": {"mesh": {"data": 2}}, "col 2": {"mesh": {"col": 2}},
     "pipe 2, tied ends": {"mesh": {"pipe": 2}, "layers": 1},
@@ -72,7 +72,7 @@ def furthest(found: list[list[float]], expected: list[list[float]]) -> float:
 
 
 def parity(options: Options, *variants: str) -> Findings:
-    """Losses and norms beside those of the CPU, with every setting that has code of its own here."""
+    """Losses and norms compared with those of the CPU, with every setting that has its own code on a device."""
     def compare(program: Program) -> Finding:
         expected = on_one_rank(replace(program, compile=False), torch.device("cpu"))
         found = on_one_rank(program, options.device)
@@ -113,17 +113,17 @@ def repeat(options: Options) -> Findings:
 
 @dataclass(frozen=True)
 class HostWaits:
-    """What made the host wait, by line of code."""
+    """Waits of the host, by line of code."""
 
     operations: Counter[str] = field(default_factory=Counter)
-    """Operations that wait for all that the device was given, as torch's debug mode reports them."""
+    """Operations that wait for all work of the device, as torch's debug mode reports them."""
     events: Counter[str] = field(default_factory=Counter)
-    """Waits for an event, a stream or the device, of which that mode knows nothing."""
+    """Waits for an event, a stream or the device, which that mode does not report."""
 
 
 @contextmanager
 def host_waits() -> Iterator[HostWaits]:
-    """Notes what makes the host wait inside."""
+    """Records the waits of the host inside."""
     found = HostWaits()
 
     def counting(wait: Any) -> Any:
@@ -146,8 +146,8 @@ def host_waits() -> Iterator[HostWaits]:
 
 
 def syncs(options: Options) -> Findings:
-    """Host waits in a step of four microbatches, by the line that waits; with clipping and the default guard, from
-    inputs on the device."""
+    """Host waits in a step of four microbatches, by the line that waits; with clipping, the default guard, and inputs
+    on the device."""
     program = replace(options.sized(SMALL, TINY), precision="bf16", steps=3, microbatches=4, optim={"clip_norm": 1.0})
     waits = HostWaits()
     with engine_of(program, world_of_one(options.device)) as engine:
@@ -187,7 +187,7 @@ def lazy(options: Options, *starts: tuple[str, str, int]) -> Findings:
     """Starts that may hang: kernels loaded at their first use, forced waits after each send, cudaFree in the step."""
     program = replace(TINY, mesh={"pipe": 2}, steps=3, microbatches=4)
     for loading, stress, times in starts or STARTS:
-        # memory in segments of its own is given back without a cudaFree
+        # memory in separate segments is given back without a cudaFree
         allocator = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:False"} if stress == "free" else {}
         for _ in range(options.sized(times, 1)):
             try:
@@ -208,8 +208,8 @@ def _stressed_ranks(program: Program, stress: str, options: Options) -> None:
 
 
 def stressed(world: World, row: dict[str, Any], stress: str) -> list[list[float]]:
-    """`losses`, with a wait for the whole device after each message (synchronize), or memory that is given back to the
-    driver at each allocation (free)."""
+    """`losses`, with a wait for the entire device after each message (synchronize), or with memory that is given back
+    to the driver at each allocation (free)."""
     if world.device.type == "cuda":
         os.environ.update(one_device_environment(world.rank))
     make = world.backend.transport
@@ -228,12 +228,12 @@ def stressed(world: World, row: dict[str, Any], stress: str) -> list[list[float]
         return made
 
     if stress != "none":
-        world.backend.transport = transport  # of this object only
+        world.backend.transport = transport  # only of this object
     return losses(world, row)
 
 
 def kill(options: Options) -> Findings:
-    """Seconds in which two ranks start, one is killed in a step, and the other one ends by itself."""
+    """Seconds in which two ranks start, one is killed in a step, and the other one ends on its own."""
     program = replace(options.sized(SMALL, TINY), precision="fp32", mesh={"pipe": 2}, steps=200)
     seconds = seconds_after_kill(program, options.device.type)
     yield {"ended_after": seconds, "says": f"start, kill and end took {seconds:.1f} s"}

@@ -1,4 +1,4 @@
-"""Cases of `benchmarks.gpu.suite`: kernels of a model's layers, each beside what it replaces."""
+"""Cases of `benchmarks.gpu.suite`: kernels of a model's layers, each compared with what it replaces."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def attention_kernels(options: Options) -> Findings:
 
 
 def linear_kernels(options: Options) -> Findings:
-    """Products into fp32 gradients, and logits in padded rows, each beside the plain operations. bf16."""
+    """Products into fp32 gradients, and logits in padded rows, each compared with the plain operations. bf16."""
     device, (tokens, hidden, vocab) = options.device, options.sized((16384, 2048, 50257), (16, 32, 131))
     layer = nn.Linear(hidden, 4 * hidden, bias=False, device=device, dtype=torch.bfloat16)
     x, dy, logits_dy = (torch.randn(tokens, width, device=device, dtype=torch.bfloat16)
@@ -64,7 +64,8 @@ def linear_kernels(options: Options) -> Findings:
 
 
 def random_numbers(options: Options) -> Findings:
-    """Initial weights drawn on the device, in seconds per billion, and dropout's kernel beside torch's operations."""
+    """Initial weights drawn on the device, in seconds per billion, and dropout's kernel compared with torch's
+    operations."""
     device, side = options.device, options.sized(1 << 14, 64)
     weights = torch.empty(side, side, device=device)
     drawing = timed(lambda: initialise(weights, "a.weight", Initial("normal", 0.02), 0), device, warm=1, times=3)
@@ -89,7 +90,8 @@ def random_numbers(options: Options) -> Findings:
 
 
 def cuda_graphs(options: Options) -> Findings:
-    """An experiment: a stage of fixed shape as a CUDA graph, forward and backward, beside the same without one."""
+    """An experiment: a stage of fixed shape as a CUDA graph, forward and backward, compared with the same stage without
+    a graph."""
     device, rows = options.device, {}
     for name, (hidden, samples) in options.sized({"350M": (1024, 1), "1.3B": (2048, 1)}, {"tiny": (32, 1)}).items():
         stem = Stem(num_layers=4, hidden=hidden, heads=hidden // 16, sequence=options.sized(1024, 8), dtype="bfloat16")
@@ -107,7 +109,7 @@ def cuda_graphs(options: Options) -> Findings:
 
 
 def float8(options: Options) -> Findings:
-    """The product of a linear layer in float8 (`--model.float8`) beside bf16, and how far off it is."""
+    """The product of a linear layer in float8 (`--model.float8`) compared with bf16, and its error."""
     device, (tokens, hidden) = options.device, options.sized((16384, 4096), (16, 32))
     if device.type == "cpu" and not runs_on_cpu():
         yield {"says": "not run: this torch has no products in float8 on a CPU"}

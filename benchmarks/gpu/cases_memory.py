@@ -26,7 +26,8 @@ DRY = Program(layers=1, precision="bf16", steps=3)
 
 
 def pinned(options: Options) -> Findings:
-    """What 20.1 GiB of pinned memory take, by torch's allocator and registered, and how long that is."""
+    """Bytes that 20.1 GiB of pinned memory take, by torch's allocator and registered, and the seconds that this
+    takes."""
     elements = int(options.sized(20.1, 1e-6) * 2**28)
     found: dict[str, float] = {}
     if not options.dry_run:  # without a driver there is nothing to pin
@@ -52,7 +53,7 @@ def pinned(options: Options) -> Findings:
 
 
 def fits(options: Options, setting: str, layers: int) -> Findings:
-    """Whether a GPT of hidden 4096 and sequence 1024 with so many layers trains, where every layer is recomputed."""
+    """Whether a GPT of hidden 4096 and sequence 1024 with this many layers trains if every layer is recomputed."""
     asked = sizes_that_fit.parse(options.sized(["--hidden", "4096"],
                                                ["--hidden", "128", "--vocab", "64", "--sequence", "16"]))
     config = sizes_that_fit.config_of(options.sized(layers, 1), asked)
@@ -82,7 +83,7 @@ def predict(options: Options) -> Findings:
         (predicted,) = laid_out(resolve(run, Facts(device=device.type)))[1]
         row = {"predicted": predicted.device_bytes, "with_overhead": with_overhead(predicted).device_bytes}
         if device.type == "cuda":
-            torch.cuda.init()  # torch 2.11 resets nothing before
+            torch.cuda.init()  # before this, torch 2.11 resets nothing
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats(device)
         with engine_of(program, world_of_one(device)) as engine:
@@ -99,7 +100,7 @@ def predict(options: Options) -> Findings:
 
 
 def offload_overlap(options: Options) -> Findings:
-    """How much of the copies of streamed states the update and the other copies cover, by the device's own times."""
+    """Share of the copies of streamed states that the update and other copies hide, by the device's own times."""
     program = replace(options.sized(_350M, DRY), optim={"offload": "stream"})
     device = options.device
     with engine_of(program, world_of_one(device)) as engine:

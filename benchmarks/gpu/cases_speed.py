@@ -1,4 +1,4 @@
-"""Cases of `benchmarks.gpu.suite`: what the device can do, and what share of it a step reaches."""
+"""Cases of `benchmarks.gpu.suite`: the device's rates, and the share of them that a step reaches."""
 
 from __future__ import annotations
 
@@ -47,16 +47,16 @@ SHAPES: dict[str, Program] = {
     "3.6B-2-half": replace(_4B, samples=2, optim=_HALF),
     "3.6B-2-half-float8": replace(_4B, samples=2, optim=_HALF, float8=True),
     "3.6B-8-recompute": replace(_4B, layers=16, memory={"recompute": 1}, optim=_HALF)}
-"""Billions of parameters and samples in a microbatch: what fits 80 GB."""
+"""Billions of parameters and samples in a microbatch: shapes that fit 80 GB."""
 LARGE_SHAPES: dict[str, Program] = {
     "1.3B-16": replace(_1B, samples=16), "6.7B-1": replace(_7B, samples=1), "6.7B-2": replace(_7B, samples=2),
     "6.7B-8-recompute": replace(_7B, memory={"recompute": 1})}
-"""What needs 141 GB."""
+"""Shapes that need 141 GB."""
 DRY = Program(layers=1, precision="bf16", steps=3, microbatches=2, optim={"offload": "none"})
 
 
 def shape_named(name: str, options: Options) -> Program:
-    """One of the shapes, as it fits the device."""
+    """One of the shapes, changed to fit the device."""
     program: Program = options.sized((SHAPES | LARGE_SHAPES)[name], DRY)
     return program
 
@@ -93,7 +93,7 @@ def facts(options: Options) -> Findings:
 
 @contextmanager
 def _engine(program: Program, device: torch.device, **changed: Any) -> Iterator[Engine]:
-    """An engine whose weights are drawn on the device, which takes no minutes."""
+    """An engine whose weights are drawn on the device, which is fast."""
     model = model_on(program.transformer, torch.bfloat16, device)
     engine = Engine(model, world_of_one(device), mesh=Mesh(), optim=Optim(**{**program.optim, **changed}),
                     learning_rate=1e-4, dtype=torch.bfloat16, guard=Guard(), memory=Memory(**program.memory),
@@ -104,7 +104,7 @@ def _engine(program: Program, device: torch.device, **changed: Any) -> Iterator[
 
 
 def step_seconds(program: Program, device: torch.device, **changed: Any) -> float:
-    """The median of a step, after two."""
+    """Median seconds of a step, after two warm-up steps."""
     with _engine(program, device, **changed) as engine:
         steps = iter(list(batches(program, engine.mesh, 0)))
         return timed(lambda: engine.train_batch(next(steps)), device, warm=min(2, program.steps - 1),
@@ -112,7 +112,7 @@ def step_seconds(program: Program, device: torch.device, **changed: Any) -> floa
 
 
 def utilisation(program: Program, seconds: float, peak: float) -> dict[str, float]:
-    """Of the published peak, with attention in full and with its causal half."""
+    """Utilisation of the published peak, with attention counted in full and with its causal half."""
     tokens = program.microbatches * program.samples * program.sequence
     full = program.flops_per_token * tokens / seconds / peak
     attention = 12 * program.layers * program.hidden * program.sequence * tokens / seconds / peak
@@ -125,7 +125,7 @@ def _median(times: list[float]) -> float:
 
 
 def _steps(train: Callable[[Any], object], given: list[Any], device: torch.device) -> tuple[float, list[float]]:
-    """Seconds until the first step has ended, and those of the steps after the second."""
+    """Seconds until the first step has ended, and seconds of the steps after the second."""
     began = time.monotonic()
     train(given[0])
     synchronize(device)
@@ -213,7 +213,7 @@ def profile_step(options: Options, shape: str, how: How = "eager") -> Findings:
 
 
 def variants(options: Options, shape: str = "1.3B-8") -> Findings:
-    """Settings that may be faster, in turns with the usual ones."""
+    """Settings that may be faster, in turns with the usual settings."""
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
     program, device = shape_named(shape, options), options.device
@@ -234,7 +234,7 @@ def variants(options: Options, shape: str = "1.3B-8") -> Findings:
 
 
 class _Windows:
-    """Samples of random tokens, as a task's data set has them."""
+    """Samples of random tokens, with the interface of a task's data set."""
 
     def __init__(self, program: Program) -> None:
         self._tokens = torch.randint(program.vocab, (64, program.sequence + 1)).numpy()
@@ -252,7 +252,7 @@ class _Windows:
 
 
 def batches_ahead(options: Options) -> Findings:
-    """A step with its batch read and copied ahead, on a stream of its own, and without, in turns."""
+    """A step whose batch is read and copied ahead, on a separate stream, and a step without that, in turns."""
     program, device = shape_named("1.3B-8", options), options.device
     data = _Windows(program)
     loader = Loader(data, Sampler(len(data), 0), global_size=program.microbatches * program.samples,

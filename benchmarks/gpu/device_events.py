@@ -1,4 +1,4 @@
-"""What a device does in a call, by torch's profiler: its kernels and copies, and what each is for."""
+"""What a device does in a call, by torch's profiler: its kernels and copies, and the purpose of each."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def covered_length(intervals: list[tuple[float, float]]) -> float:
 
 
 def device_events(call: Callable[[], object], device: torch.device) -> list[tuple[str, float, float]]:
-    """(name, start, end in microseconds) of what the device does in a call, in order: kernels and copies alone, since
-    the host's entries have the time of their kernels again. On a CPU its operations."""
+    """(name, start, end in microseconds) of the device's kernels and copies in a call, in order. Host entries are left
+    out, since they repeat the time of their kernels. On a CPU, its operations."""
     cuda = device.type == "cuda"
     with profile(activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]) as profiled:
         call()
@@ -42,6 +42,6 @@ def device_events(call: Callable[[], object], device: torch.device) -> list[tupl
 
 
 def kernel_class(name: str) -> str:
-    """What a kernel of that name does."""
+    """The class of the kernel with this name."""
     lower = name.lower()
     return next((kind for kind, parts in _CLASSES if any(part in lower for part in parts)), "rest")

@@ -1,9 +1,9 @@
-"""What the layers of `ranvier.tensor` cost on one rank: nothing, since they are torch's own there.
+"""Cost of the layers of `ranvier.tensor` on one rank: none, since they are torch's own layers there.
 
     python -m benchmarks.gpu.layers [--hidden 2048 ...] [--profile]
 
-A stack of GPT layers written with them, and the same written with torch's alone, forward and backward, in turns on one
-device (CUDA where there is one): median times, and the ratio formed within each round. --profile prints the kernels of
+A stack of GPT layers written with them, and the same stack written only with torch's, forward and backward, in turns on
+one device (CUDA if there is one): median times, and the ratio formed within each round. --profile prints the kernels of
 both, by time.
 """
 

@@ -1,10 +1,10 @@
-"""The largest GPT that one CUDA device trains, by where the optimizer's states are, and what that costs in time.
+"""The largest GPT that one CUDA device trains, by placement of the optimizer states, and its cost in time.
 
     python -m benchmarks.gpu.memory [--minutes 25] [--only stream-half-d3 ...]
 
-Offloading exists for models that do not fit, so what it is worth is the size that fits with it. A GPT (hidden 2048,
-vocabulary 50304, sequence 1024, one microbatch of one sequence, every layer computed again in the backward) grows in
-layers until two steps no longer run. Each try is a process of its own, so that running out leaves nothing behind.
+Offloading exists for models that do not fit, so its benefit is the size that fits with it. A GPT (hidden 2048,
+vocabulary 50304, sequence 1024, one microbatch of one sequence, every layer recomputed in the backward) grows in layers
+until two steps no longer run. Each try is a separate process, so that running out of memory leaves nothing behind.
 
     none             states on the device: 16 bytes a parameter
     stream-half-d1   states streamed, one bucket on the device; gradients add up in bf16: 4 bytes a parameter
@@ -14,11 +14,11 @@ layers until two steps no longer run. Each try is a process of its own, so that 
     host             parameters are updated by the host's cores: 4 bytes
     fsdp2-offload    the peer: fully_shard with CPUOffloadPolicy on one rank
 
-Besides its largest size, every setting is timed at the largest that `none` fits, or its own if that is less. Expected
-figures stand beside: a stream moves 12 bytes a parameter in and 12 out, the host's way gradients out and parameters in,
-at the bandwidths that were measured for pinned memory here. `hidden` is the share of copies and updates, one after the
-other, that the measured end of a step does not show. `building` is the peak before the first step. On a machine without
-CUDA this says so and ends.
+Besides its largest size, every setting is timed at the largest size that fits with `none`, or its own if that is
+smaller. The table also has expected figures: `stream` moves 12 bytes a parameter in and 12 out, `host` moves gradients
+out and parameters in, at the bandwidths that were measured for pinned memory here. `hidden` is the share of the serial
+time of copies and updates that the measured end of a step does not show. `building` is the peak before the first step.
+On a machine without CUDA this says so and ends.
 """
 
 from __future__ import annotations
@@ -54,21 +54,21 @@ from ranvier.world import World
 
 GIB = 2**30
 STEPS = 2
-"""Timed steps of a try, after one that is not."""
+"""Timed steps of a try, after one untimed step."""
 _DOES_NOT_FIT = 3
 _SMALLEST_SECONDS = 60.0
-"""A try is not begun with less time left than this."""
+"""A try does not begin with less time left."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """How states are held. optim: of our engine; None for the peer. Bytes are for each parameter."""
+    """How states are stored. optim: settings of our engine; None for the peer. Bytes are per parameter."""
 
     optim: dict[str, object] | None
     device_bytes: float
     host_bytes: float
     bytes_in: float = 0.0
-    """To the device, each step."""
+    """Bytes to the device in each step."""
     bytes_out: float = 0.0
     updated_on: str = "device"
 
@@ -94,16 +94,16 @@ def config_of(layers: int, options: argparse.Namespace) -> Transformer:
 
 
 def count_parameters(config: Transformer) -> int:
-    """Of the tied GPT: 12 h^2 + 13 h for each layer, embeddings, and the last norm."""
+    """Parameters of the tied GPT: 12 h^2 + 13 h for each layer, embeddings, and the last norm."""
     h = config.hidden
     return config.num_layers * (12 * h * h + 13 * h) + (config.vocab + config.sequence) * h + 2 * h
 
 
-# ---------------------------------------------------------------------- one try, in a process of its own
+# ---------------------------------------------------------------------- one try, in a separate process
 
 
 def built_on(builder: Callable[[], nn.Module], device: torch.device) -> nn.Module:
-    """The block, on `device` from the start, with an embedding small enough for a head that is tied to it."""
+    """The block, created on `device`, with an embedding small enough for a head that is tied to it."""
     if torch.get_default_device().type == "meta":
         return builder()
     with torch.device(device):
@@ -116,7 +116,7 @@ def built_on(builder: Callable[[], nn.Module], device: torch.device) -> nn.Modul
 
 
 def model_on(config: Transformer, dtype: torch.dtype, device: torch.device) -> Model:
-    """A GPT whose blocks are made where they stay; torch's own initial values, since theirs do not matter here."""
+    """A GPT whose blocks are created on their device, with torch's initial values, since values do not matter here."""
     model = gpt(config, dtype=dtype)
     blocks = {name: partial(built_on, builder, device) for name, builder in model.blocks.items()}
     return replace(model, blocks=blocks, initial=None)
@@ -128,14 +128,14 @@ def tokens(config: Transformer, step: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def clock(device: torch.device) -> float:
-    """Seconds, when the device has done what it was given."""
+    """Time in seconds after the device has finished its work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()
 
 
 def peak_bytes(device: torch.device) -> int:
-    """The most that was allocated on the device since the last call; 0 where the device is a CPU."""
+    """The most bytes that were allocated on the device since the last call; 0 if the device is a CPU."""
     if device.type != "cuda":
         return 0
     peak = torch.cuda.max_memory_allocated(device)
@@ -171,7 +171,7 @@ def try_ours(config: Transformer, setting: Setting, device: torch.device) -> dic
 
 
 class Layer(nn.Module):
-    """Both blocks of a layer, computed again in the backward."""
+    """Both blocks of a layer, recomputed in the backward."""
 
     def __init__(self, attention: nn.Module, mlp: nn.Module) -> None:
         super().__init__()
@@ -227,7 +227,8 @@ def try_fsdp(config: Transformer, device: torch.device) -> dict[str, object]:
 
 
 def pinned_bytes() -> int | None:
-    """Most pinned host memory that torch's allocator held, rounding included, where this torch counts it."""
+    """The most pinned host memory that torch's allocator held, including rounding; None if this torch does not count
+    it."""
     try:
         statistics = torch.cuda.host_memory_stats()
     except (AttributeError, RuntimeError):
@@ -236,7 +237,7 @@ def pinned_bytes() -> int | None:
 
 
 def one_try(name: str, layers: int, options: argparse.Namespace) -> int:
-    """Train, and print what was found as one line of JSON; _DOES_NOT_FIT where memory ran out."""
+    """Train, and print the findings as one line of JSON; returns _DOES_NOT_FIT if memory ran out."""
     device, setting, config = torch.device("cuda", 0), SETTINGS[name], config_of(layers, options)
     torch.cuda.set_device(device)
     try:
@@ -258,7 +259,7 @@ def one_try(name: str, layers: int, options: argparse.Namespace) -> int:
 
 
 def measure_link(device: torch.device, megabytes: int = 256) -> dict[str, float]:
-    """Bytes a second from and to pinned host memory, alone and both at once."""
+    """Bytes a second from and to pinned host memory, separately and at the same time."""
     host = [torch.empty(megabytes << 20, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
     there = [torch.empty_like(tensor, device=device) for tensor in host]
     streams = [torch.cuda.Stream(device), torch.cuda.Stream(device)]
@@ -292,7 +293,7 @@ def update_seconds(device: torch.device, elements: int = 1 << 24) -> float:
 
 
 def expected(setting: Setting, parameters: int, link: dict[str, float], updates: dict[str, float]) -> dict[str, float]:
-    """Seconds of the copies and the update: one after the other, and all at once."""
+    """Seconds of the copies and the update: one after the other, and overlapped."""
     into, out = parameters * setting.bytes_in / link["in"], parameters * setting.bytes_out / link["out"]
     update = parameters * updates[setting.updated_on]
     both = parameters * max(setting.bytes_in, setting.bytes_out) / link["each_way_at_once"]
@@ -304,13 +305,13 @@ def expected(setting: Setting, parameters: int, link: dict[str, float], updates:
 
 
 class Search:
-    """Tries of growing size, within a time."""
+    """Tries of growing size, within a time limit."""
 
     def __init__(self, options: argparse.Namespace, deadline: float) -> None:
         self._options, self._deadline, self.tries = options, deadline, []
 
     def run(self, name: str, layers: int, deadline: float) -> dict | None:
-        """What one try has found; None where it does not fit. TimeoutError when its time is up."""
+        """The findings of one try; None if it does not fit. TimeoutError when its time is up."""
         parameters = count_parameters(config_of(layers, self._options))
         host = SETTINGS[name].host_bytes * parameters
         if host > 0.9 * available_memory_bytes():
@@ -339,7 +340,7 @@ class Search:
         return found
 
     def largest(self, name: str, seconds: float) -> tuple[dict | None, dict[int, dict], str]:
-        """The largest that fits, to an eighth; all that fit, by layers; and what bounds it."""
+        """The largest size that fits, to within an eighth; all sizes that fit, by layers; and what limits the size."""
         deadline, fits, fails = time.monotonic() + seconds, {}, None
         layers, bound = self._options.start_layers, "time"
         try:
@@ -358,7 +359,7 @@ class Search:
 
 
 def measure(options: argparse.Namespace) -> list[dict]:
-    """Search the largest size of each setting, print and write what was found, and return its rows."""
+    """Search for the largest size of each setting, print and write the findings, and return the rows."""
     device, started = torch.device("cuda", 0), time.monotonic()
     link = measure_link(device)
     updates = {"device": update_seconds(device), "host": update_seconds(torch.device("cpu"))}
@@ -399,7 +400,7 @@ def measure(options: argparse.Namespace) -> list[dict]:
 
 def row_of(name: str, best: dict, same: dict | None, bound: str, link: dict[str, float], updates: dict[str, float]
            ) -> dict:
-    """One setting: its largest model, and its time at the size that all were timed at."""
+    """The row of one setting: its largest model, and its time at the size at which all were timed."""
     row = {"setting": name, "largest": best, "bound": bound, "same_size": same}
     if same is not None:
         row["expected"] = wanted = expected(SETTINGS[name], same["parameters"], link, updates)

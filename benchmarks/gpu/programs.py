@@ -1,4 +1,4 @@
-"""Training programs that run alike on CPU and CUDA ranks, from a specification that JSON can hold.
+"""Training programs that run the same on CPU and CUDA ranks, from a specification that JSON can represent.
 
 `losses` and `kill_target` are for `ranvier.testing.ranks.run_processes`, which several ranks on one device need;
 `on_one_rank` runs a specification in this process.
@@ -31,7 +31,8 @@ from ranvier.testing.ranks import run_processes
 from ranvier.world import World
 
 RANKS_SECONDS = 50.0
-"""In which ranks that share a device start, train and end; what runs them has a longer limit, to report which hang."""
+"""Time limit for the start, training and end of ranks that share a device; their parent has a longer limit, to report
+which ranks hang."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,9 +55,9 @@ class Program:
     float8: bool = False
     steps: int = 3
     microbatches: int = 2
-    """Of all replicas together."""
+    """Microbatches of all replicas together."""
     samples: int = 2
-    """In a microbatch."""
+    """Samples in a microbatch."""
     seed: int = 1
 
     @property
@@ -66,7 +67,7 @@ class Program:
 
     @classmethod
     def of(cls, row: dict[str, Any]) -> Program:
-        """From what `asdict` has made of one."""
+        """The program of which `asdict` has made `row`."""
         return cls(**{one.name: row[one.name] for one in fields(cls) if one.name in row})
 
     @property
@@ -77,7 +78,7 @@ class Program:
 
 
 def world_of_one(device: torch.device) -> World:
-    """A rank that is alone."""
+    """The world of a single rank."""
     return World(backend=InProcessWorld(1).backend(0), store=dist.HashStore(), launcher="benchmark", device=device,
                  local_rank=0, local_size=1)
 
@@ -111,7 +112,7 @@ def engine_of(program: Program, world: World) -> Iterator[Engine]:
 
 
 def losses(world: World, row: dict[str, Any]) -> list[list[float]]:
-    """[loss, gradient norm] of each step; the same on all ranks."""
+    """Train; returns [loss, gradient norm] of each step, the same on all ranks."""
     program = Program.of(row)
     found = []
     with engine_of(program, world) as engine:
@@ -130,8 +131,8 @@ def on_one_rank(program: Program, device: torch.device) -> list[list[float]]:
 
 
 def kill_target(world: World, row: dict[str, Any], victim: int, step: int, folder: str) -> int:
-    """Trains until rank `victim` kills itself in `step`; the others are to leave by themselves. The file RANK in
-    `folder` has the step that this rank has begun."""
+    """Trains until rank `victim` kills itself in `step`; the other ranks should end on their own. The file RANK in
+    `folder` has the last step that this rank has begun."""
     program = Program.of(row)
     if world.device.type == "cuda":
         os.environ.update(one_device_environment(world.rank))
@@ -166,15 +167,15 @@ def environment(**variables: str) -> Iterator[None]:
 def losses_on_shared_device(program: Program, transport: Literal["torch", "mpi+torch"] = "torch"
                             ) -> list[list[list[float]]]:
     """`losses` of each rank of the program's mesh, which share one device. Kernels are loaded when a process first uses
-    the device, before its program can set how."""
+    the device, before its program can choose how."""
     with environment(CUDA_MODULE_LOADING="EAGER"):
         return run_processes("benchmarks.gpu.programs:on_shared_device", Mesh(**program.mesh).size, transport,
                              args=[asdict(program)], device="cuda", timeout_seconds=RANKS_SECONDS)
 
 
 def seconds_after_kill(program: Program, device: str, step: int = 2) -> float:
-    """Seconds that two stages take to start, until one kills itself in `step` and the other has ended by itself.
-    RuntimeError where a rank ended before that step; `RanksFailed` where one stays."""
+    """Seconds from the start of two stages until one kills itself in `step` and the other has ended on its own.
+    RuntimeError if a rank ended before that step; `RanksFailed` if one stays."""
     with tempfile.TemporaryDirectory() as folder:
         began = time.monotonic()
         with environment(CUDA_MODULE_LOADING="EAGER"):
@@ -188,8 +189,9 @@ def seconds_after_kill(program: Program, device: str, step: int = 2) -> float:
 
 
 def one_device_environment(rank: int) -> dict[str, str]:
-    """What lets several NCCL ranks share one device: NCCL takes them for different hosts, so it does not refuse a
-    device that it sees twice, and uses sockets of the loopback interface. A trick of tests, not a promise of NCCL's."""
+    """Environment in which several NCCL ranks share one device: NCCL takes them for different hosts, so it does not
+    refuse a device that it sees twice, and uses sockets of the loopback interface. A trick for tests, which NCCL does
+    not guarantee."""
     return {"NCCL_HOSTID": f"rank{rank}", "NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1", "NCCL_P2P_DISABLE": "1",
             "NCCL_SHM_DISABLE": "1"}
 

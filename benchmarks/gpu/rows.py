@@ -1,7 +1,7 @@
-"""The rows of `benchmarks.gpu.suite`: what is measured, with which arguments, for how long, and what is expected.
+"""The rows of `benchmarks.gpu.suite`: cases, their arguments, time limits and expected results.
 
-A part is what one command measures in nine minutes, the most important rows first. Rows of part 4 need 141 GB; those
-without a part run by `--only`.
+One command measures a part in nine minutes, the most important rows first. Rows of part 4 need 141 GB; rows without a
+part run with `--only`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ CASES: dict[str, Callable[..., Findings]] = {
     "run-ahead": cases_memory.run_ahead}
 
 _RANKS_SECONDS = RANKS_SECONDS + 30.0
-"""One rank trains before, and ranks that hang are ended."""
+"""Includes the training of one rank before, and the end of ranks that hang."""
 _TESTS = ("tests/gpu", "tests/optim/test_optimizer_on_cuda.py", "tests/models/test_next_token_loss.py",
           "tests/elastic/test_cache_forward.py", "tests/tensor/test_dropout_kernel.py",
           "tests/tensor/test_cross_entropy_kernel.py", "tests/test_keyed_random.py",
@@ -37,8 +37,8 @@ _TESTS = ("tests/gpu", "tests/optim/test_optimizer_on_cuda.py", "tests/models/te
 @dataclass(frozen=True, kw_only=True)
 class Row:
     """case: of `CASES`, with its arguments; or `command`: the words of a command, from the folder in which the commands
-    of one call of the suite may write. seconds: the limit. parts: in which it is. eager: whether its kernels are loaded
-    when its process starts, as in a run. expected: for a person."""
+    of one call of the suite may write. seconds: the time limit. parts: those that contain the row. eager: whether
+    kernels are loaded when its process starts, as in a run. expected: for people."""
 
     case: str = ""
     arguments: Sequence[object] = ()
@@ -68,13 +68,13 @@ def _resume(options: Options, folder: Path) -> list[str]:
 
 
 def _gpu_tests(options: Options, folder: Path) -> list[str]:
-    """Without those of ranks that share the device and are killed, which are rows of their own."""
+    """The GPU tests, without those of ranks that share the device or are killed, which are separate rows."""
     return [sys.executable, "-m", "pytest", "-v", "-m", "gpu and not mpi", "-k", "not share_the_device and not killed",
             "-p", "no:cacheprovider", "--timeout", "80", *options.sized((), ("--collect-only",)), *_TESTS]
 
 
 ROWS: dict[str, Row] = {
-    # does it train, the same numbers as on a CPU, how fast beside plain torch, where does the time go
+    # does it train, the same numbers as on a CPU, speed compared with plain torch, where does the time go
     "facts": Row(case="facts", seconds=60, parts=(1, 2, 3, 4), expected="link 50-55 GB/s one way, 80-100 both at once; "
                  "products 620-740 TFLOP/s"),
     "train": Row(command=_start, seconds=75, parts=(1,), expected="the loss falls; memory within 5 %"),

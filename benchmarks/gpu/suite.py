@@ -1,16 +1,16 @@
 """Everything that one CUDA device can show, row by row: what works, how fast, with how much memory.
 
-    python -m benchmarks.gpu.suite --part 1            does it train, the CPU's numbers, speed beside plain torch
+    python -m benchmarks.gpu.suite --part 1            does it train, the CPU's numbers, speed against plain torch
     python -m benchmarks.gpu.suite --part 2            ranks that share the device, failures, repeated runs, host waits
     python -m benchmarks.gpu.suite --part 3            memory, offload, the largest models, kernels
     python -m benchmarks.gpu.suite --only facts kill   these rows; --list shows all
     python -m benchmarks.gpu.suite --dry-run           all rows on the CPU, with tiny shapes
 
-Each row is a process of its own with a limit of its own, and a part ends within nine minutes; part 4 needs 141 GB. What
-a row finds is in OUTPUT/results.jsonl as soon as it is found, one line of JSON each, and what it prints in
-OUTPUT/log.txt, with the stacks of its threads where its limit is over, so that a row that hangs or crashes costs its
-limit and nothing else. A line of kind `status` tells how a row has ended: 124 after its limit, 77 where the part had no
-time left. At the end all lines come again in short, the most important last. Exit code 1 if a row failed.
+Each row is a separate process with its own time limit, and a part ends within nine minutes; part 4 needs 141 GB. The
+findings of a row are in OUTPUT/results.jsonl immediately, one line of JSON each, and its output is in OUTPUT/log.txt,
+with the stacks of its threads if it exceeds its limit, so that a row that hangs or crashes costs only its limit. A line
+of kind `status` says how a row has ended: 124 after its limit, 77 if the part had no time left. At the end all lines
+are repeated in short form, the most important last. Exit code 1 if a row failed.
 """
 
 from __future__ import annotations
@@ -41,15 +41,15 @@ from ranvier.launch.cuda_environment import cuda_defaults
 ROOT = Path(__file__).parents[2]
 PART_SECONDS = 525.0
 _LEAST_SECONDS = 15.0
-"""A row does not begin with less time left."""
+"""A row is not started with less time left."""
 _GRACE_SECONDS = 15.0
-"""In which a row that is told to end may end its own processes."""
+"""Time in which a row that gets a signal to end may end its own processes."""
 _ENDED_LATE, _NOT_BEGUN = 124, 77
 """Exit codes."""
 
 
 def run_row(name: str, options: Options, results: Path) -> bool:
-    """Run a row in this process, and append what it finds to `results` as it finds it. Whether all of it is well."""
+    """Run a row in this process, and append its findings to `results` immediately. Returns whether all are good."""
     row, well = ROWS[name], True
     try:
         for finding in CASES[row.case](options, *row.arguments):
@@ -71,7 +71,8 @@ def append(results: Path, line: Finding) -> None:
 
 @dataclass(kw_only=True)
 class Suite:
-    """Runs rows in processes of their own. output: the folder of what they find. limit_seconds: of all together."""
+    """Runs rows in separate processes. output: the folder of their findings. limit_seconds: time limit of all rows
+    together."""
 
     options: Options
     output: Path
@@ -80,16 +81,16 @@ class Suite:
 
     @property
     def results(self) -> Path:
-        """The file of all lines; those of earlier calls stay."""
+        """The file of all lines; lines of earlier calls stay."""
         return self.output / "results.jsonl"
 
     @property
     def log(self) -> Path:
-        """What rows print, one after the other."""
+        """The file of the output of rows, one after the other."""
         return self.output / "log.txt"
 
     def run(self, names: Sequence[str]) -> list[Finding]:
-        """Run these rows; all lines of results."""
+        """Run these rows; returns all lines of results."""
         self.output.mkdir(parents=True, exist_ok=True)
         before = self.results.stat().st_size if self.results.exists() else 0
         append(self.results, {"kind": "circumstances", **circumstances()})
@@ -103,7 +104,7 @@ class Suite:
         left = self.limit_seconds - (began - self.began)
         code, printed = _NOT_BEGUN, b""
         if left >= _LEAST_SECONDS:
-            seconds = self.options.sized(row.seconds, 10 * row.seconds)  # a dry run may have other work beside it
+            seconds = self.options.sized(row.seconds, 10 * row.seconds)  # a dry run may run next to other work
             with self.log.open("ab+") as file:
                 file.write(f"=== {name}\n".encode())
                 file.flush()
@@ -123,7 +124,8 @@ class Suite:
                 *(["--dry-run"] if self.options.dry_run else [])]
 
     def _environment(self, row: Row) -> dict[str, str]:
-        """What a run sets for its ranks; kernels are loaded at their first use where the row does not say otherwise."""
+        """The variables that a run sets for its ranks; kernels are loaded at their first use unless the row is
+        `eager`."""
         found = {**os.environ, **cuda_defaults(os.environ), "PYTHONUNBUFFERED": "1", "PYTHONPATH": os.pathsep.join(
             [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])}
         if not row.eager and "CUDA_MODULE_LOADING" not in os.environ:
@@ -134,8 +136,8 @@ class Suite:
 
 
 def run_process(command: Sequence[str], seconds: float, output: IO[bytes], environ: dict[str, str]) -> int:
-    """The exit code of a command; `_ENDED_LATE` where it has not ended after so many seconds. It is interrupted then,
-    so that pytest reports what has failed so far, and its group of processes killed where it does not end."""
+    """The exit code of a command; `_ENDED_LATE` if it has not ended after this many seconds. It is then interrupted, so
+    that pytest reports what has failed so far, and its process group is killed if it does not end."""
     started = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, cwd=ROOT, env=environ,
                                start_new_session=True)
     try:
@@ -152,7 +154,7 @@ def run_process(command: Sequence[str], seconds: float, output: IO[bytes], envir
 
 
 def summary(findings: Sequence[Finding]) -> list[str]:
-    """Lines in short, the most important rows last."""
+    """Lines in short form, the most important rows last."""
     lines: dict[str, list[str]] = {}
     for finding in findings:
         if "row" in finding:
@@ -188,9 +190,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("benchmarks.gpu.suite: this machine has no CUDA device; --dry-run runs the rows on the CPU")
         return 0
     output = asked.output.resolve()
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background processes and theirs ignore it
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background processes ignore it
     if asked.one:
-        faulthandler.register(signal.SIGINT, file=sys.__stderr__, chain=True)  # at once, also inside of C code
+        faulthandler.register(signal.SIGINT, file=sys.__stderr__, chain=True)  # immediately, also inside of C code
         output.mkdir(parents=True, exist_ok=True)
         return int(not run_row(asked.one, options, output / "results.jsonl"))
     names = asked.only or [name for name, row in ROWS.items() if asked.part is None or asked.part in row.parts]

@@ -2,7 +2,7 @@
 
     python -m benchmarks.memory.device_bytes [--quick]
 
-Claims about memory are held against counted bytes: every storage from the operation that makes it on
+Claims about memory are compared with counted bytes: every storage from the operation that makes it
 (ranvier.testing.memory), with a CPU as the device. With phi parameters in bf16, buckets of b parameters and d of them
 in flight, AdamW needs
 
@@ -11,11 +11,12 @@ in flight, AdamW needs
     stream    6 phi + 12 d b              4 phi + (12 d + 4) b
     host      6 phi                       4 phi
 
-(The paper's 20 phi keeps a whole fp32 gradient beside the bf16 one; there is no such buffer here.) Master copies are
-compared with parameters before an update, 16,384 elements at a time on a CPU, which takes 3 bytes for each of these.
+(The paper's 20 phi keeps a full fp32 gradient in addition to the bf16 one; there is no such buffer here.) Master copies
+are compared with parameters before an update, 16,384 elements at a time on a CPU, which takes 3 bytes for each of
+these.
 
-`measured` is the larger of two peaks: of a whole step, less the activations that live at its peak; and of the update
-alone with all that it allocates. "without" is what the same step needs with offload none.
+`measured` is the larger of two peaks: of a full step, less the activations that live at its peak; and of the update
+alone with all that it allocates. "without" is the need of the same step with offload none.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ def predicted_bytes(optim: Optim, phi: int) -> int:
 
 
 def measure_one(world: World, workload: Workload, optim: Optim) -> dict[str, object]:
-    """phi, and device bytes by category where the peaks were."""
+    """phi, and device bytes by category at the peaks."""
     engine = build_engine(workload, world, Mesh(), optim, torch.bfloat16)
     engine.train_batch(replica_batch(workload, engine, 0))
     tracker = MemoryTracker()
@@ -78,7 +79,7 @@ def measure_one(world: World, workload: Workload, optim: Optim) -> dict[str, obj
 
 
 def cases(sizes: Sequence[int], depths: Sequence[int]) -> list[Optim]:
-    """Every setting once: bucket sizes count wherever there are buckets, depths where they stream."""
+    """Every setting once: bucket sizes matter if there are buckets, depths if they are streamed."""
     return [Optim(accumulate=accumulate, offload=offload, bucket_size=size, buckets_in_flight=depth)
             for accumulate in ("fp32", "half") for offload in ("none", "stream", "host") for size in sizes
             for depth in (depths if offload == "stream" else depths[:1])]

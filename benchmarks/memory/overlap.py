@@ -3,15 +3,15 @@
     python -m benchmarks.memory.overlap [--quick]
 
 Gradients are averaged over two replicas in chunks of k buckets, and a chunk is updated while the next ones are still
-under way. Large k starts late, small k pays for many calls; k = all is the sequential variant, first the whole
-reduction, then the whole update. The ranks are threads with a slow link between them (benchmarks.slow_links), whose
+being reduced. Large k starts late, small k costs many calls; k = all is the sequential variant, first the full
+reduction, then the full update. The ranks are threads with a slow link between them (benchmarks.slow_links), whose
 bandwidth is set so that the reduction takes as long as the update (`--reduce-share` of it): waiting costs no core, so
 overlap shows on any machine.
 
 `step end` is the time from the end of the last backward of any rank until every rank has all parameters. Variants take
-turns within each round, forwards and backwards through the list in turn; times over the sequential variant's are formed
-within each round. A reduction's span begins with its call and ends where the rank first finds it done. Beside the JSON:
-the spans of one step (.png), and step end over k (-curve.png).
+turns within each round, alternately forwards and backwards through the list; times over the sequential variant's are
+formed within each round. A reduction's span begins with its call and ends when the rank first finds it done. Pictures
+next to the JSON: the spans of one step (.png), and step end over k (-curve.png).
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Spans:
 
 
 class RecordedBackend:
-    """A backend whose `data` groups note when each collective is called and when it is found done."""
+    """A backend whose `data` groups record when each collective is called and when it is found done."""
 
     def __init__(self, inner: Backend, spans: Spans) -> None:
         self._inner, self._spans = inner, spans
@@ -75,7 +75,7 @@ class _RecordedGroup:
 
     def all_reduce(self, tensor: Tensor, op: Reduction = "sum") -> Work:
         started = time.monotonic_ns()
-        if not tensor.is_floating_point():  # which rows of a table have gradients
+        if not tensor.is_floating_point():  # flags of a table's rows that have gradients
             return self._inner.all_reduce(tensor, op)
         return _RecordedWork(self._inner.all_reduce(tensor, op), "reduce", started, self._spans)
 
@@ -119,12 +119,12 @@ class Variant:
 
 
 def one_step(workload: Workload, variant: Variant, number: int, together: threading.Barrier) -> dict[str, object]:
-    """Clocks of the last backward's end and of the step's, and spans of reductions and updates. Ranks start together,
-    so that none computes the next batch on a core that another needs to end this one."""
+    """Times of the ends of the last backward and of the step, and spans of reductions and updates. Ranks start
+    together, so that no rank computes the next batch on a core that another rank needs to end this one."""
     engine = variant.engine
     together.wait(60.0)
     result = engine.train_batch(replica_batch(workload, engine, number))
-    engine.parameters()  # waits for those of the other replica
+    engine.parameters()  # waits for parameters of the other replica
     stop_ns = time.monotonic_ns()
     loss = result.loss
     spans, moved = engine.timeline.take(), variant.spans.found[:]
@@ -135,7 +135,7 @@ def one_step(workload: Workload, variant: Variant, number: int, together: thread
 
 
 def on_one_clock(ranks: Sequence[dict]) -> dict:
-    """One step of all ranks: seconds of its end, and everybody's spans in milliseconds after the last backward."""
+    """One step of all ranks: seconds of its end, and the spans of all ranks in milliseconds after the last backward."""
     zero = max(step["start_ns"] for step in ranks)
 
     def shown(rows):
@@ -165,7 +165,7 @@ def measure_rank(world: World, workload: Workload, options: argparse.Namespace, 
         for variant in opened if turn % 2 == 0 else reversed(opened):
             steps = [one_step(workload, variant, number + offset, together)
                      for offset in range(options.steps + 1)]
-            if turn:  # the first round and the first step of each block are not counted
+            if turn:  # the first round and the first step of each block do not count
                 rounds[variant.k, variant.shard].append(steps[1:])
         number += options.steps + 1
     for variant in opened:
@@ -220,7 +220,7 @@ def measure(options: argparse.Namespace) -> dict:
 
 
 def summary(*ranks: dict) -> dict:
-    """One variant from its ranks."""
+    """Summary of one variant from its ranks."""
     rounds = [[on_one_clock(steps) for steps in zip(*same, strict=True)]
               for same in zip(*(rank["rounds"] for rank in ranks), strict=True)]
     steps = sorted((step for row in rounds for step in row), key=lambda step: step["seconds"])
@@ -236,7 +236,7 @@ def summary(*ranks: dict) -> dict:
 
 
 def covered(spans: Sequence[tuple[str, float, float]]) -> float:
-    """Milliseconds after the last backward in which at least one of `spans` was under way."""
+    """Milliseconds after the last backward that are covered by at least one of `spans`."""
     total = reached = 0.0
     for _, begin, end in sorted(spans, key=lambda span: span[1]):
         total += max(0.0, end - max(begin, reached))

@@ -5,10 +5,10 @@
     one rank     torch.optim.AdamW(fused=True) in a plain loop, and our engine with offload none, stream and host
     two ranks    DistributedDataParallel with ZeroRedundancyOptimizer over Gloo, and ours on data 2, sharded and not
 
-What saves memory must not cost much time, and must train the same. Contenders are processes that stay; they take turns
-in blocks of timed steps, forwards and backwards through the list in turn, and sleep meanwhile. Each block begins with a
-step that is not timed. Ratios are of speeds, above 1 is faster than the peer, formed within each round. The losses of
-the warm-up must agree to 1e-4 with those of the plain loop, otherwise no ratio is printed.
+Settings that save memory must not cost much time, and must train the same. Contenders are processes that stay alive;
+they take turns in blocks of timed steps, alternately forwards and backwards through the list, and sleep between their
+turns. Each block begins with an untimed step. Ratios are of speeds, above 1 is faster than the peer, formed within each
+round. The losses of the warm-up must agree to 1e-4 with those of the plain loop, otherwise no ratio is printed.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ _TIMEOUT = timedelta(seconds=300)
 _AGREE = 1e-4
 
 Step = Callable[[int], Callable[[], float]]
-"""Training step `number`; returns what reads this rank's share of its loss."""
+"""Training step `number`; returns a function that reads this rank's share of its loss."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Contender:
-    """kind: plain, zero or ours. peer: whose speed its own is compared with."""
+    """kind: plain, zero or ours. peer: the contender with whose speed it is compared."""
 
     name: str
     kind: str
@@ -78,7 +78,7 @@ def contenders(bucket_size: int) -> list[Contender]:
 @contextmanager
 def open_torch(workload: Workload, contender: Contender, rank: int, store: dist.Store
                ) -> Iterator[tuple[Step, Callable[[], int]]]:
-    """PyTorch's own: a plain loop, or DDP with ZeRO. Yields a step and what counts the optimizer's bytes."""
+    """PyTorch's own: a plain loop, or DDP with ZeRO. Yields a step and a function that counts the optimizer's bytes."""
     model, size = workload.model(), contender.ranks
     network = whole_network(workload, model)
     if contender.kind == "zero":
@@ -128,7 +128,7 @@ def open_ours(workload: Workload, contender: Contender, rank: int, store: dist.S
 
 
 def serve(commands: Connection, workload: Workload, contender: Contender, rank: int, port: int, warmup: int) -> None:
-    """The life of one rank: warm up, then as many steps as the driver says, until it says none."""
+    """Process of one rank: warm up, then run as many steps as the driver sends, until it sends 0."""
     torch.set_num_threads(1)
     store = dist.PrefixStore(contender.name, dist.TCPStore("127.0.0.1", port, is_master=False, timeout=_TIMEOUT))
     opened = open_ours if contender.kind == "ours" else open_torch
@@ -148,7 +148,7 @@ def serve(commands: Connection, workload: Workload, contender: Contender, rank: 
 
 
 def peak_rss_bytes() -> int:
-    """The most resident memory of this process so far."""
+    """Peak resident memory of this process."""
     try:
         lines = Path("/proc/self/status").read_text().splitlines()
         return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
@@ -168,11 +168,11 @@ class Team(RankTeam):
         self.contender = contender
 
     def losses(self) -> list[float]:
-        """Of the warm-up steps, over all ranks."""
+        """Losses of the warm-up steps, over all ranks."""
         return [sum(shares) for shares in zip(*self.answers(), strict=True)]
 
     def run(self, steps: int) -> dict[str, object]:
-        """One timed block: seconds of each step, done when its last rank is done; bytes by rank."""
+        """Run one timed block: seconds of each step until its last rank is done; bytes by rank."""
         answers = self.ask(steps)
         marks = [max(times) for times in zip(*(answer["marks"] for answer in answers), strict=True)]
         return {"seconds": [later - sooner for sooner, later in pairwise(marks)],

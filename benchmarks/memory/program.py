@@ -1,4 +1,4 @@
-"""What the memory benchmarks share: their options, our engine on their workload, tables, and ratios round by round."""
+"""Shared by the memory benchmarks: their options, our engine on their workload, tables, and ratios round by round."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def parser(doc: str) -> argparse.ArgumentParser:
 
 
 def write(options: argparse.Namespace, name: str, results: dict[str, object]) -> Path:
-    """Write the results and say where; returns the file, beside which pictures go."""
+    """Write the results and print where; returns the file, next to which pictures are written."""
     path = options.output or results_file("memory", name, quick=options.quick)
     write_results(path, results)
     print(f"wrote {path}")
@@ -74,7 +74,7 @@ def ratios(above: Sequence[float], below: Sequence[float]) -> Spread:
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    """Columns as wide as they must be; numbers to the right, the first column to the left."""
+    """A table with columns as wide as needed; numbers are right-aligned, the first column is left-aligned."""
     lines = [list(map(str, head)), *(list(map(str, row)) for row in rows)]
     widths = [max(len(line[column]) for line in lines) for column in range(len(head))]
     return "\n".join("  ".join(cell.ljust(width) if column == 0 else cell.rjust(width)

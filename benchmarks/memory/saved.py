@@ -1,4 +1,4 @@
-"""What the saved memory buys: fewer stages and more replicas on the same ranks (AxoNN, Figures 5 and 6).
+"""Benefit of the saved memory: fewer stages and more replicas on the same ranks (AxoNN, Figures 5 and 6).
 
     python -m benchmarks.memory.saved [--quick]
 
@@ -8,11 +8,11 @@ and drains of the pipeline, against reductions and an optimizer that streams. Sh
     pipe 4, states on the device, against data 2 x pipe 2, states streamed: where the time of a batch goes (.png)
     data x pipe = 4 x 1, 2 x 2, 1 x 4, states streamed: time over pipe (-pipe.png)
 
-All meshes run in the same processes, over MPI where there is an mpiexec and over Gloo otherwise, one after the other
-within each round; each is built anew, warms up, and is timed. (With --quick the ranks are threads.) Ratios are of
+All meshes run in the same processes, over MPI if there is an mpiexec and over Gloo otherwise, one after the other
+within each round; each is built again, warms up, and is timed. (With --quick the ranks are threads.) Ratios are of
 speeds within a round. Phases are means over the ranks: pipeline (forward, backward, weight gradients, waits for
-messages), reduction (what is left of it to wait for), optimizer, and other. The losses of all meshes must agree to
-1e-4, otherwise no ratio is printed.
+messages), reduction (only the waits for it), optimizer, and other. The losses of all meshes must agree to 1e-4,
+otherwise no ratio is printed.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def name_of(pipe: int, offload: str) -> str:
 
 
 def measure_rank(world: World, workload: dict, rounds: int, warmup: int, steps: int, bucket_size: int) -> dict:
-    """name -> one entry for each round: clock after each step, seconds by phase of a step, losses, bytes."""
+    """Name -> one entry for each round: time after each step, seconds of a step by phase, losses, bytes."""
     sizes = Workload(**workload)
     found: dict[str, list[dict]] = {name_of(*case): [] for case in CASES}
     for turn in range(rounds):
@@ -85,7 +85,7 @@ def _one_round(world: World, workload: Workload, pipe: int, offload: str, warmup
 
 
 def summary(name: str, ranks: list[list[dict]]) -> dict:
-    """One case from what its ranks have found: a step is done when its last rank is done."""
+    """Summary of one case from its ranks: a step is done when its last rank is done."""
     rounds = []
     for entries in zip(*ranks, strict=True):
         marks = [max(times) for times in zip(*(entry["marks"] for entry in entries), strict=True)]

@@ -2,8 +2,8 @@
 
     python -m benchmarks.meshes.losses [--steps 200] [--recipe gpt-tiny]
 
-Every mesh trains the same model from the same start on the same batches with 4 ranks; the curves lie on each other to
-rounding. The plain loop imports nothing of Ranvier but the model.
+Every mesh trains the same model from the same start on the same batches with 4 ranks; the curves agree up to rounding.
+The plain loop imports nothing of Ranvier except the model.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def mesh_losses(recipe: str, steps: int, data: int, pipe: int, folder: Path, **m
 
 
 def plain_losses(recipe: str, steps: int, folder: Path, autocast: str | None = None) -> list[float]:
-    """Losses of the plain loop on the very batches that the meshes see. autocast: bf16 or fp16, torch's own."""
+    """Losses of the plain loop on exactly the batches that the meshes see. autocast: bf16 or fp16, torch's own."""
     run = read.merge([read.load(recipe)[1]]).run
     samples = prepare(run).train
     loader = Loader(samples, Sampler(len(samples), run.seed), global_size=run.batch.global_size,
@@ -65,7 +65,7 @@ def plain_losses(recipe: str, steps: int, folder: Path, autocast: str | None = N
 
 
 def draw(curves: dict[str, list[float]], path: Path, title: str) -> None:
-    """Curves above, differences from the first below."""
+    """Draw curves above, and differences from the first curve below."""
     figure = Figure(figsize=(8, 7))
     above, below = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))
     first = next(iter(curves))

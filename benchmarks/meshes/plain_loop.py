@@ -1,10 +1,10 @@
-"""A plain PyTorch training loop on one process: the reference curve. Imports nothing of Ranvier but the model.
+"""A plain PyTorch training loop on one process: the reference curve. Imports nothing of Ranvier except the model.
 
     python plain_loop.py batches.npy config.json losses.json
 
 batches.npy: [steps, sequences, tokens + 1] int64, the global batches. config.json: the model's sizes, seed, learning
 rates of all steps, AdamW's settings, and `autocast`: null, or the half precision of torch.autocast (with a gradient
-scaler for fp16), parameters staying in fp32.
+scaler for fp16), with parameters in fp32.
 """
 
 import json

@@ -1,10 +1,10 @@
-"""Loss curves in half precision beside torch's own autocast, on real text, in one picture.
+"""Loss curves in half precision compared with torch's own autocast, on real text, in one picture.
 
     python -m benchmarks.meshes.precision [--steps 300] [--recipe RECIPE] [--formats bf16 fp16]
 
 torch.autocast keeps fp32 parameters and casts them in each product; Ranvier has half-precision parameters with fp32
-master copies; with float8 the products of its inner layers have operands of 8 bits. All see
-the same batches from the same start; the yardstick is plain PyTorch in fp32.
+master copies; with float8 the products of its inner layers have operands of 8 bits. All see the same batches from the
+same start; the reference is plain PyTorch in fp32.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""Loss curves of a small Llama in bf16 beside transformers' own, from the same weights on the same batches, in one
-picture.
+"""Loss curves of a small Llama in bf16 compared with transformers' own, from the same weights on the same batches, in
+one picture.
 
     python -m benchmarks.meshes.transformers_curve [--steps 500]
 
 The model is made by transformers and saved; Ranvier starts from that folder (--model.pretrained) on a pipeline of 2,
-with bf16 parameters and fp32 master copies. The peer is transformers' model in a plain loop under torch.autocast, as
-its Trainer has it with bf16; the yardstick is the same loop in fp32.
+with bf16 parameters and fp32 master copies. The peer is transformers' model in a plain loop under torch.autocast, like
+its Trainer with bf16; the reference is the same loop in fp32.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def save_model(folder: Path) -> Path:
 
 
 def write_recipe(path: Path, model: Path, steps: int) -> Path:
-    """A run of 8 sequences a step on Python's standard library, from the weights in `model`."""
+    """Write a run of 8 sequences a step on Python's standard library, from the weights in `model`."""
     path.write_text(tomli_w.dumps({
         "model": {"family": "llama", "pretrained": str(model), "sequence": 64, "vocab": 512},
         "data": {"corpus": "python-stdlib", "tokenizer": "bpe", "max_bytes": 2_000_000 if steps > 50 else 500_000},

@@ -1,15 +1,15 @@
-"""Which device each rank of a job chooses, where launchers and drivers show ranks different devices.
+"""Which device each rank of a job chooses if launchers and drivers show ranks different devices.
 
     python -m benchmarks.gpu.models.devices
 
-The ranks publish what they see, and each computes `launch.devices.choose_devices` from it. What a rank sees follows
-from the launcher: CUDA_VISIBLE_DEVICES hides devices from a process (CUDA programming guide, "CUDA Environment
-Variables"), and Slurm sets it for each task where a job asks for `--gpus-per-task` (srun's manual). No device is
-needed.
+The ranks publish the devices that they see, and each computes `launch.devices.choose_devices` from them. What a rank
+sees follows from the launcher: CUDA_VISIBLE_DEVICES hides devices from a process (CUDA programming guide, "CUDA
+Environment Variables"), and Slurm sets it for each task if a job asks for `--gpus-per-task` (srun's manual). No device
+is needed.
 
-    chosen      the device of each rank, in rank order, by its physical number on the node, or "error" where all refuse
-    wanted      what fits the job: one with a device for every rank wants cuda, one whose ranks differ error
-    as wanted   whether every rank has that, and none shares a device
+    chosen      the device of each rank, in rank order, by its physical number on the node, or "error" if all refuse
+    wanted      what fits the job: cuda if every rank has a device, error if ranks differ
+    as wanted   whether every rank has the wanted device type, and no two ranks share a device
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ JOBS = (
 
 
 def ranks(job: Job) -> list[RankDevices]:
-    """What the ranks of `job` see."""
+    """The devices that the ranks of `job` see."""
     return [RankDevices(rank=rank, local_rank=rank % job.local_size, local_size=job.local_size,
                   machine=f"node {rank // job.local_size}", setting=job.setting, transport="auto", torch="2.11.0",
                   nccl="2.27.5", devices=tuple(f"GPU-{number}" for number in visible))
@@ -54,7 +54,7 @@ def ranks(job: Job) -> list[RankDevices]:
 
 
 def choices(job: Job) -> list[str]:
-    """The device that each rank has, by its UUID, "cpu", or "error"."""
+    """The device of each rank: its UUID, "cpu", or "error"."""
     seen = ranks(job)
     try:
         chosen = choose_devices(seen).devices

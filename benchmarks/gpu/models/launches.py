@@ -4,21 +4,21 @@
 
 On CUDA every operation that computes is at least one kernel launch, which takes the host some microseconds, and every
 operation that reads a number back to the host (`Tensor.item`, a branch on a tensor) makes the host wait for the device
-(CUDA programming guide, "Asynchronous Concurrent Execution"). Where launches take longer than the kernels, the host is
+(CUDA programming guide, "Asynchronous Concurrent Execution"). If launches take longer than the kernels, the host is
 the bottleneck.
 
-A small bf16 GPT trains in the engine, and every operation that reaches the dispatcher is counted, without views and
+A small bf16 GPT trains in the engine, and every operation that reaches the dispatcher is counted, except for views and
 allocations, which launch nothing. Differences between numbers of layers and microbatches separate
 
     layer         operations of a layer for each microbatch, forward and backward
     microbatch    the rest of a microbatch: embedding, head, loss
     step          the rest of a step: norm, update, guard
-    host reads    operations `_local_scalar_dense` of a whole step
-    dropout       more operations of a step of 2 layers with dropout 0.1
+    host reads    operations `_local_scalar_dense` of a full step
+    dropout       additional operations of a step of 2 layers with dropout 0.1
 
 The second table counts AdamW's calls for models of 1.3 and 6.7 billion parameters, from the segments and buckets into
-which the optimizer cuts them: about four launches for each call, and one for each bucket. The counts are those of the
-CPU's operators; a device may use another number of kernels for one operator.
+which the optimizer divides them: about four launches for each call, and one for each bucket. The counts are those of
+the CPU's operators; a device may use another number of kernels for one operator.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Launches(TorchDispatchMode):
 
 
 def step_launches(layers: int, microbatches: int, dropout: float = 0.0) -> Counter[str]:
-    """Of the second step of a small GPT on one rank."""
+    """Operations of the second step of a small GPT on one rank."""
     config = Transformer(num_layers=layers, hidden=64, heads=2, vocab=256, sequence=32, dropout=dropout)
     tokens = torch.zeros(2, 32, dtype=torch.int64)
     batch = [Microbatch(tokens, tokens, torch.arange(2) + 2 * number) for number in range(microbatches)]
@@ -83,7 +83,7 @@ def step_launches(layers: int, microbatches: int, dropout: float = 0.0) -> Count
 
 @dataclass(frozen=True, kw_only=True)
 class StepLaunches:
-    """The parts of a step, as the module's text says."""
+    """The parts of a step, as described above."""
 
     layer: float
     microbatch: float
@@ -91,7 +91,7 @@ class StepLaunches:
     host_reads: int
     dropout: int
     by_name: dict[str, float]
-    """Those of a layer."""
+    """Operations of a layer, by name."""
 
 
 def parts() -> StepLaunches:
@@ -110,7 +110,7 @@ def parts() -> StepLaunches:
 
 @dataclass(frozen=True, kw_only=True)
 class UpdateCalls:
-    """parameters: of the model. calls: of AdamW in one update."""
+    """parameters: number of the model's parameters. calls: calls of AdamW in one update."""
 
     parameters: int
     buckets: int

@@ -2,8 +2,8 @@
 
     python -m benchmarks.gpu.models.nccl [--seeds 100]
 
-Ranks, as threads, run `ranvier.comm.nccl_transport.NcclTransport` itself; a model takes the place of torch.cuda and of
-the process groups. The rules of the model:
+Ranks, as threads, run `ranvier.comm.nccl_transport.NcclTransport` itself; a model replaces torch.cuda and the process
+groups. The rules of the model:
 
   - a send is a kernel that occupies its stream until the peer has posted the matching receive (NCCL user guide,
     "Point-to-point communication"); the same holds for a receive, and for a collective, which all members must launch
@@ -12,14 +12,14 @@ the process groups. The rules of the model:
     `torch.cuda.synchronize`, in cudaFree when the allocator gives memory back, and when a kernel's code is loaded at
     its first use (CUDA programming guide, "Lazy loading")
   - only the main thread of a rank may allocate device memory, or send and receive memory of torch's allocator, which is
-    told so (`record_stream`): another one would wait for the allocator, which holds its lock during a cudaFree
+    told so (`record_stream`): another thread would wait for the allocator, which holds its lock during a cudaFree
 
 First both ranks of a pair send at the same time, one a forward and the other a backward, as neighbouring stages do in
-every step. Then each one either waits for its message or first synchronizes its device:
+every step. Then each rank either waits for its message or first synchronizes its device:
 
     received      the rank got its message
     synchronized  its device-wide synchronization ended, then the rank got its message
-    blocked       neither rank can ever go on: each device waits for a receive that the other host has not posted
+    blocked       neither rank can ever continue: each device waits for a receive that the other host has not posted
 
 Then four ranks (two stages of two ranks each) run random programs of sends, receives, collectives within a stage, and
 device-wide synchronizations at random places. Each program has an order in which it ends without synchronizations, so
@@ -55,11 +55,11 @@ from ranvier.comm.nccl_transport import NcclTransport
 
 PATIENCE_SECONDS = 60.0
 QUIET_SECONDS = 10.0
-"""All ranks wait, and nothing has happened for so long: they are blocked."""
+"""If all ranks wait, and nothing has happened for this long, they are blocked."""
 
 
 class Blocked(Exception):
-    """No rank can go on."""
+    """No rank can continue."""
 
 
 @dataclass(eq=False)
@@ -74,12 +74,12 @@ class Kernel:
         return self.ended
 
     def wait(self) -> None:
-        """Of NCCL's works this only orders streams; the host goes on."""
+        """For works of NCCL this only orders streams; the host continues."""
 
 
 @dataclass(eq=False)
 class Event:
-    """As `torch.cuda.Event`, on a rank's main stream."""
+    """Like `torch.cuda.Event`, on a rank's main stream."""
 
     devices: Devices
     reached: bool = False
@@ -107,12 +107,12 @@ class Devices:
         self._latest = time.monotonic()
         self._local = threading.local()
         self.violations: list[str] = []
-        """What a device would not forgive."""
+        """Calls that are not allowed on a device."""
 
     # ------------------------------------------------------------------ kernels and streams
 
     def _launch(self, kind: str, rank: int, source: int, destination: int, tensor: Tensor) -> Kernel:
-        if not hasattr(self._local, "rank") and tensor.untyped_storage().resizable():  # as only an allocator's own is
+        if not hasattr(self._local, "rank") and tensor.untyped_storage().resizable():  # as only an allocator's is
             self.violations.append(f"{threading.current_thread().name} tells the allocator of a {kind}")
         with self._changed:
             kernel = Kernel(rank, tensor)
@@ -141,7 +141,7 @@ class Devices:
             self._happened()
 
     def collective(self, members: Sequence[int]) -> None:
-        """Launch a collective of `members`, which include this rank; the host goes on."""
+        """Launch a collective of `members`, which include this rank; the host continues."""
         kernel = Kernel(self._local.rank)
         with self._changed:
             self._kernels[kernel.rank].append(kernel)
@@ -177,7 +177,7 @@ class Devices:
         self._changed.notify_all()
 
     def wait_for(self, condition: Any) -> None:
-        """Wait on this thread, which is no main thread."""
+        """Wait on this thread, which is not a main thread."""
         with self._changed:
             while not condition():
                 self._changed.wait(1.0)
@@ -185,7 +185,7 @@ class Devices:
                     return
 
     def synchronize(self, device: object = None) -> None:
-        """Wait for all kernels of this rank's device. Blocked where all ranks do so and none can end."""
+        """Wait for all kernels of this rank's device. Raises Blocked if all ranks wait and none can continue."""
         rank = self._local.rank
         with self._changed:
             mine = list(self._kernels[rank])
@@ -200,7 +200,7 @@ class Devices:
 
     @contextlib.contextmanager
     def as_rank(self, rank: int) -> Iterator[None]:
-        """This thread is the main one of that rank; once it ends, nobody may count on it."""
+        """Inside, this thread is the main thread of that rank; after its end, no rank may depend on it."""
         self._local.rank = rank
         try:
             yield
@@ -228,7 +228,7 @@ class Devices:
 
 
 class _OnDevice(Tensor):
-    """A CPU tensor that says that it is on a CUDA device."""
+    """A CPU tensor that claims to be on a CUDA device."""
 
     is_cuda = True
 
@@ -266,7 +266,8 @@ class _Host(EdgesOfRank):
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """One thing that a rank does. peers: whom it sends to or receives from; members of a collective."""
+    """One operation of a rank. peers: the ranks to which it sends or from which it receives; members of a
+    collective."""
 
     kind: Literal["send", "receive", "collective", "synchronize"]
     rank: int
@@ -279,7 +280,7 @@ STAGES = ((0, 1), (2, 3))
 
 
 def random_program(seed: int, length: int = 24) -> list[Step]:
-    """Steps in an order in which they end if nobody synchronizes; all that is sent is received."""
+    """Steps in an order in which they end if no rank synchronizes; all sent messages are received."""
     generator = random.Random(seed)
     steps: list[Step] = []
     sent: dict[tuple[int, int], int] = Counter()
@@ -313,7 +314,7 @@ def random_program(seed: int, length: int = 24) -> list[Step]:
 
 @dataclass
 class _Rank:
-    """What one rank has sent and received: peer -> count, and how it has ended."""
+    """Messages that one rank has sent and received: peer -> count, and how it has ended."""
 
     sent: Counter[int] = field(default_factory=Counter)
     received: Counter[int] = field(default_factory=Counter)
@@ -361,12 +362,12 @@ def _run_threads(size: int, target: Any) -> None:
 
 def _transport(rank: int, boxes: Sequence[queue.SimpleQueue[Message]], kind: type[NcclTransport]) -> NcclTransport:
     host: Any = _Host(rank, boxes)
-    group: Any = SimpleNamespace(rank=rank)  # the model needs no more of a process group: an edge is a pair of ranks
+    group: Any = SimpleNamespace(rank=rank)  # all that the model needs of a process group: an edge is a pair of ranks
     return kind(host, torch.device("cpu"), rising=group, falling=group)
 
 
 def run_program(steps: Sequence[Step], kind: type[NcclTransport] = NcclTransport) -> Counter[str]:
-    """How the ranks of a program end: "ended", or what went wrong -> number of ranks."""
+    """Number of ranks by how they end: "ended", or a description of the problem."""
     devices, ranks = Devices(4), [_Rank() for _ in range(4)]
     boxes: list[queue.SimpleQueue[Message]] = [queue.SimpleQueue() for _ in range(4)]
     connected = threading.Barrier(4, timeout=PATIENCE_SECONDS)
@@ -390,7 +391,7 @@ def run_program(steps: Sequence[Step], kind: type[NcclTransport] = NcclTransport
 
 
 def exchange(synchronizing: Sequence[int], kind: type[NcclTransport] = NcclTransport) -> list[str]:
-    """How the two ranks end when those of `synchronizing` wait for their whole device after they have sent."""
+    """How the two ranks end if those of `synchronizing` wait for their entire device after they have sent."""
     devices, outcomes = Devices(2), ["", ""]
     boxes: list[queue.SimpleQueue[Message]] = [queue.SimpleQueue() for _ in range(2)]
     sent = threading.Barrier(2, timeout=PATIENCE_SECONDS)

@@ -1,4 +1,4 @@
-"""A host that runs ahead of its device: what the order of actions loses, or gains, when launches decide it.
+"""A host that runs ahead of its device: loss or gain when launches decide the order of actions.
 
     python -m benchmarks.gpu.models.run_ahead [--seeds 5]
 
@@ -8,12 +8,12 @@ knows what will have arrived by the time that the device gets there. This simula
 policies with both clocks, the host's and the device's:
 
     completion    the host waits for the device after each action, as on a CPU
-    launch        the host launches and goes on, without a bound: what the engine does on CUDA
+    launch        the host launches and continues, without a bound: what the engine does on CUDA
     launch, 1     at most one launched action is unfinished when the host chooses the next
 
-A message arrives when the device has finished the action that sends it, and a hop later. The device runs actions in the
+A message arrives one hop after the device has finished the action that sends it. The device runs actions in the
 order of their launches. Times are in units of a forward: a backward takes one, the weight gradients of a microbatch one
-(as one product), a launch 0.03. Jitter makes each action longer by a random share of up to that much.
+(as one product), a launch 0.03. Jitter makes each action longer by a random share of up to the jitter.
 
 The table gives the efficiency, the mean of several seeds: the time of a stage that never waits and has no jitter, over
 the time of the batch. 1 is the best without jitter; with jitter compare within a line.
@@ -37,10 +37,10 @@ from ranvier.schedule.schedule import Action, Done, Product, Schedule, Wait, act
 
 @dataclass(frozen=True, kw_only=True)
 class Pipeline:
-    """Stages that take equally long, and how their hosts follow their devices.
+    """Stages that take equally long, and how far their hosts run ahead of their devices.
 
     ahead: launched actions that may be unfinished when the host chooses the next; None: any number. 0 is completion.
-    hop, launch: in forward times. jitter: the greatest random share that an action takes longer.
+    hop, launch: in forward times. jitter: the largest random share by which an action takes longer.
     """
 
     stages: int
@@ -83,7 +83,7 @@ class _Stage:
             self.waiting, self.host = False, max(self.host, self.arriving[0][0])
 
     def choose(self) -> Action | None:
-        """The next action at the host's time, or None after it has been decided to wait or to end."""
+        """The next action at the host's time, or None if the schedule waits or ends."""
         while self.arriving and self.arriving[0][0] <= self.host + 1e-12:
             _, kind, microbatch = heapq.heappop(self.arriving)
             self.schedule.on_message(kind, microbatch)
@@ -98,7 +98,7 @@ class _Stage:
         return None
 
     def launch(self, action: Action, seconds: float, pipeline: Pipeline) -> float:
-        """When the device ends the action."""
+        """Launch the action; returns when the device ends it."""
         self.host += pipeline.launch
         self.ends.append(max(self.ends[-1], self.host) + seconds)
         if pipeline.ahead is not None and len(self.ends) > pipeline.ahead:
@@ -111,7 +111,7 @@ class _Stage:
 
 
 def run(pipeline: Pipeline, seed: int = 0) -> Ran:
-    """One batch."""
+    """Simulate one batch."""
     generator = random.Random(seed)
     stages = [_Stage(index, pipeline) for index in range(pipeline.stages)]
     while not all(stage.done for stage in stages):
