@@ -1,4 +1,4 @@
-"""The rank processes of one contender, which stay and take turns with those of others.
+"""The rank processes of one contender, which stay alive and take turns with those of others.
 
     python -m benchmarks.rank_team ADDRESS      a rank that mpiexec has started, which connects to the driver there
 """
@@ -20,12 +20,12 @@ _KEY = "BENCHMARK_RANK_KEY"
 
 
 class RankTeam:
-    """Runs `serve` in one process for each rank; it answers each number of steps that it is sent, and 0 ends it."""
+    """Runs `serve` in one process for each rank; it answers each number of steps that it receives, and 0 ends it."""
 
     def __init__(self, context, name: str, ranks: int, serve: Callable[..., None], arguments: Callable[[int], tuple],
                  *, mpi: bool = False) -> None:
-        """context: of `multiprocessing`. arguments: from a rank to what `serve` takes after its end of the pipe. mpi:
-        the ranks are those of one mpiexec."""
+        """context: of `multiprocessing`. arguments: from a rank to the arguments of `serve` after its end of the pipe.
+        mpi: the ranks are those of one mpiexec."""
         self._name, self._pipes, self._processes = name, [], []
         if mpi:
             self._mpiexec, self._pipes = _under_mpiexec(name, ranks, serve, arguments)
@@ -40,13 +40,13 @@ class RankTeam:
             self._processes.append(process)
 
     def ask(self, steps: int) -> list:
-        """Have all ranks run so many steps; what each answers."""
+        """Have all ranks run this many steps; returns the answer of each."""
         for pipe in self._pipes:
             pipe.send(steps)
         return self.answers()
 
     def answers(self) -> list:
-        """The next answer of each rank. RuntimeError where one has ended."""
+        """The next answer of each rank. RuntimeError if a rank has ended."""
         try:
             return [pipe.recv() for pipe in self._pipes]
         except EOFError as error:

@@ -1,4 +1,4 @@
-"""Where and how a benchmark's result is kept: date, commit, machine and command beside every figure.
+"""Where and how a benchmark's result is kept: with date, commit, machine and command.
 
 benchmarks/results keeps the newest result of each kind. The kind is the file's name before its date.
 """
@@ -24,7 +24,7 @@ _DATED = re.compile(r"(?P<kind>.+)-(?P<date>\d{8}(?:-\d{4})?)(?P<rest>\D.*)")
 
 
 def results_file(folder: str, name: str, *, quick: bool = False) -> Path:
-    """benchmarks/results/FOLDER/NAME-DATE.json, whose folder exists; a quick run is a kind of its own, quick-NAME."""
+    """benchmarks/results/FOLDER/NAME-DATE.json, whose folder exists; a quick run is a separate kind, quick-NAME."""
     path = RESULTS / folder / f"{'quick-' if quick else ''}{name}-{datetime.now():%Y%m%d-%H%M}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     return path
@@ -40,7 +40,7 @@ def kind_and_date(path: Path) -> tuple[str, str] | None:
 
 
 def remove_older(path: Path) -> list[Path]:
-    """Delete the files beside `path` that are of the same kind and have an earlier date; returns them."""
+    """Delete the files next to `path` that are of the same kind and have an earlier date; returns them."""
     result = kind_and_date(path)
     if result is None:
         return []
@@ -53,14 +53,14 @@ def remove_older(path: Path) -> list[Path]:
 
 
 def circumstances() -> dict[str, object]:
-    """What a figure needs beside it to mean something."""
+    """The circumstances without which a figure means nothing."""
     return {"date": datetime.now().isoformat(timespec="seconds"), "commit": commit(), "machine": machine(),
             "command": command(),
             "versions": {"python": platform.python_version(), "torch": torch.__version__}}
 
 
 def command() -> str:
-    """The command line that runs this program again, in the checkout's own terms."""
+    """The command line that runs this program again, relative to the checkout."""
     program = Path(sys.argv[0]).resolve()
     root = RESULTS.parent.parent
     module = [".".join(program.relative_to(root).with_suffix("").parts)] if program.is_relative_to(root) else []

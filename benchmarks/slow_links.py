@@ -2,7 +2,7 @@
 
 A message is delivered no earlier than a link of that latency and bandwidth would deliver it, counted from the moment it
 was sent. A link carries one message at a time, and edges stay FIFO. A collective ends no earlier than on a ring of such
-links, counted from the call of its last member. Delays sleep and do not use the CPU, they depend on seeds alone, and
+links, counted from the call of its last member. Delays sleep and do not use the CPU, they depend only on seeds, and
 each purpose has its own links. The clocks of ranks are compared, so all ranks must run on one machine.
 
     run_ranks(slowed(function, Link(latency_seconds=0.001)), 4)
@@ -68,7 +68,8 @@ _Result = TypeVar("_Result")
 
 
 def slowed(function: Callable[[World], _Result], links: Links | None) -> Callable[[World], _Result]:
-    """`function` of a world whose messages and collectives are slowed down to `links`; None leaves them as they are."""
+    """`function` for a world whose messages and collectives are slowed down to `links`; None leaves them as they
+    are."""
     if links is None:
         return function
     return lambda world: function(replace(world, backend=throttled(world.backend, links)))

@@ -1,4 +1,4 @@
-"""How long each block takes on this machine, while as many ranks as the contenders use are busy.
+"""Time of each block on this machine, while as many ranks as the contenders use are busy.
 
 The cut of the stages and the computed bounds come from these times. Each block runs on its own between detached leaves,
 in the order of a training step; the share of the weight products is what the backward saves when the linear layers'
@@ -24,8 +24,8 @@ from benchmarks.pipeline.workload import Loss, Stepper, Workload, build_blocks
 class BlockTimes:
     """One entry per block; seconds of one microbatch. The loss belongs to the last block.
 
-    backward: without the products of `weight`. products, alive_bytes: linear layers, and what deferring their products
-    keeps alive.
+    backward: without the products of `weight`. products, alive_bytes: number of linear layers, and bytes that deferring
+    their products keeps alive.
     """
 
     forward: tuple[float, ...]
@@ -58,7 +58,7 @@ def mean_times(several: list[dict]) -> BlockTimes:
 def open_times(workload: Workload, contender: Contender, place: Place) -> Iterator[Stepper]:
     """A "step" times one microbatch with and one without the weight products, and one update of all parameters.
 
-    Ends of a tie are measured as parameters of their own: each block holds all that it uses.
+    Tied parameters are measured as separate ones: each block holds all parameters that it uses.
     """
     workload = replace(workload, tied=False)
     model = workload.model()

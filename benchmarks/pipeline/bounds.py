@@ -1,8 +1,8 @@
-"""The cut of the stages, and what a step would take if nothing but the blocks' own time counted.
+"""The cut of the stages, and the time of a step if only the blocks' own time counted.
 
-Computed from measured block times: messages, Python, the graph's bookkeeping and the loss of speed by sharing caches
-between contenders' stages are all free. A contender's distance from its bound is what its implementation costs; its
-bound's distance from the ceiling is what its schedule costs.
+Computed from measured block times: messages, Python, the graph's bookkeeping and the loss of speed by shared caches are
+all free. A contender's distance from its bound is the cost of its implementation; its bound's distance from the ceiling
+is the cost of its schedule.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ def stage_ranges(boundaries: Sequence[int], num_blocks: int) -> list[range]:
 
 
 def best_cut(times: BlockTimes, workload: Workload, ranks: int, per_rank: int = 1) -> tuple[int, ...]:
-    """First block of each stage after the first: of all cuts, the one whose dearest rank is cheapest, and among equal
-    ones that whose dearest stage is. Rank r holds stages r, r + ranks, ..."""
+    """First block of each stage after the first, for the cut whose slowest rank is fastest; among equal cuts, the one
+    whose slowest stage is fastest. Rank r holds stages r, r + ranks, ..."""
     num_blocks = workload.num_blocks
     cost = [workload.microbatches * times.seconds(range(block, block + 1))
             + times.optimizer_seconds_per_parameter * times.num_parameters[block] for block in range(num_blocks)]
@@ -47,8 +47,8 @@ def best_cut(times: BlockTimes, workload: Workload, ranks: int, per_rank: int = 
 
 def bound_seconds(contender: Contender, workload: Workload, times: BlockTimes, cores: int,
                   order: Order | None = None) -> float | None:
-    """Seconds of a step of `contender`, or None where its schedule is not known. With more ranks than cores a step
-    takes at least all work divided by the cores."""
+    """Seconds of a step of `contender`, or None if its schedule is not known. With more ranks than cores a step takes
+    at least all work divided by the cores."""
     blocks = range(workload.num_blocks)
     once = workload.microbatches * times.seconds(blocks)
     update = times.optimizer_seconds_per_parameter * _num_parameters(workload, times, [blocks], 0, shared=True)
@@ -85,9 +85,9 @@ def _num_parameters(workload: Workload, times: BlockTimes, stages: Sequence[rang
 
 def _simulated(contender: Contender, workload: Workload, times: BlockTimes, *, policy: str,
                defer_bytes: int) -> list[float]:
-    """When each stage has updated its parameters, by the engine's own schedule. Without a limit that was set, all
-    microbatches may be in flight, and all weight gradients may be deferred: no choice of limits is faster, but for what
-    comes by chance of another order."""
+    """When each stage has updated its parameters, by the engine's own schedule. Without limits in the settings, all
+    microbatches may be in flight, and all weight gradients may be deferred: no choice of limits is faster, except by
+    chance of another order."""
     settings = contender.settings
     ranges = stage_ranges(settings["boundaries"], workload.num_blocks)
     stages = [StageTimes(
@@ -116,7 +116,7 @@ def _in_order(contender: Contender, workload: Workload, times: BlockTimes, order
 
 
 def run_in_order(order: Order, seconds: Callable[[int, str], float], num_stages: int, hop: float = 0.0) -> list[float]:
-    """When each rank is done. hop: seconds of a message between ranks. ValueError when the order waits for itself."""
+    """When each rank is done. hop: seconds of a message between ranks. ValueError if the order has a deadlock."""
     own = [{stage for stage, _, _ in actions} for actions in order]
     done: dict[tuple[str, int, int], float] = {}
     clocks, places = [0.0] * len(order), [0] * len(order)

@@ -3,8 +3,8 @@
     round 0    A A A A  B B B B  C C C C  ...      each letter a step; the first of each block is not timed
     round 1    ...  C C C C  B B B B  A A A A      backwards, so that a drift of the machine favours nobody
 
-All ratios are formed within a round. Processes are kept from round to round, asleep while it is not their turn, where
-memory allows; otherwise each block starts its own.
+All ratios are formed within a round. Processes are kept from round to round if memory allows, and sleep between their
+turns; otherwise each block starts its own.
 """
 
 from __future__ import annotations
@@ -25,10 +25,11 @@ DELAY_FORWARDS = 0.3
 """Latency of every message in the scenario "delay", in forward times of a stage."""
 SLOW_FACTOR, JITTER = 1.5, 0.5
 LOSS_TOLERANCE = 1e-4
-"""Relative; fp32 sums in different orders differ by less, a wrong gradient by more from the second step on."""
+"""Relative tolerance: fp32 sums in different orders differ by less, a wrong gradient by more from the second step
+on."""
 
 _IDLE_BYTES, _ACTIVE_BYTES = 400 << 20, 2 << 30
-"""Memory of a process whose turn it is not, and what the contender whose turn it is takes beyond that."""
+"""Memory of a process between its turns, and additional memory of the contender whose turn it is."""
 
 
 class LossesDiffer(RuntimeError):
@@ -37,7 +38,7 @@ class LossesDiffer(RuntimeError):
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """What is compared. boundaries: the cut with one stage per rank; None for the best by measured block times."""
+    """A comparison. boundaries: the cut with one stage per rank; None for the best cut by measured block times."""
 
     workload: Workload
     ranks: int
@@ -45,11 +46,11 @@ class Case:
     boundaries: tuple[int, ...] | None = None
     wanted: Callable[[Contender], bool] = lambda contender: True
     ours_settings: tuple[tuple[str, object], ...] = ()
-    """Settings of the engine for all of ours, beside those of the scenario."""
+    """Settings of the engine for all our contenders, in addition to those of the scenario."""
 
 
 def run_case(case: Case, stand: Stand, *, rounds: int, steps: int, say: Callable[[str], None] = print) -> dict:
-    """All that was measured, as JSON can hold it. LossesDiffer, or TeamFailed with what a rank printed."""
+    """All measurements, as JSON can represent them. Raises LossesDiffer, or TeamFailed with a rank's output."""
     workload, loops = case.workload, min(case.ranks, stand.cores)
     times_team = Team(Contender(name="times", kind="times", ranks=loops), workload, stand)
     teams: dict[str, Team] = {}
@@ -95,7 +96,7 @@ def run_case(case: Case, stand: Stand, *, rounds: int, steps: int, say: Callable
 
 
 class _Found:
-    """What is known of one contender."""
+    """Measurements of one contender."""
 
     def __init__(self, contender: Contender) -> None:
         self.contender = contender
@@ -128,12 +129,12 @@ def check_losses(losses: dict[str, Sequence[float]]) -> None:
 
 
 def with_cut(contender: Contender, case: Case, times: BlockTimes) -> Contender:
-    """`contender` with the boundaries of its stages: those of the case, or the best where it has more stages."""
+    """`contender` with the boundaries of its stages: those of the case, or the best ones if it has more stages."""
     if contender.kind not in ("torch", "ours"):
         return contender
     per_rank = 1
     if contender.kind == "torch":
-        from benchmarks.pipeline.torch_schedules import stages_per_rank  # which imports torch's compiler
+        from benchmarks.pipeline.torch_schedules import stages_per_rank  # imports torch's compiler
 
         per_rank = stages_per_rank(contender.settings["schedule"])
     boundaries = case.boundaries if case.boundaries is not None and per_rank == 1 else best_cut(
@@ -159,8 +160,8 @@ def _contenders(case: Case, times: BlockTimes, cores: int) -> list[Contender]:
 
 
 def _grid(case: Case, times: BlockTimes) -> list[Contender]:
-    """Message-driven with several in-flight limits (f) and byte budgets (d): multiples of what the deferred products
-    of one microbatch keep alive on an average stage."""
+    """Message-driven with several in-flight limits (f) and byte budgets (d): multiples of the bytes that the deferred
+    products of one microbatch keep alive on an average stage."""
     alive = sum(times.alive_bytes[:-1]) // case.ranks
     return [ours("message-driven", transport, case.ranks, f" f{in_flight} d{share:g}",
                  **{**dict(case.ours_settings), "in_flight": in_flight, "defer_bytes": int(share * alive)})

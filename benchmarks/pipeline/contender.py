@@ -1,4 +1,4 @@
-"""Who takes part: the names on the command line, and what each means."""
+"""The contenders: the names on the command line, and their meanings."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ POLICIES = ("message-driven", "1f1b", "gpipe")
 class Contender:
     """One line of the table: a way to do the work of `Workload`.
 
-    settings: what JSON can hold, for the module of this `kind`.
+    settings: JSON values for the module of this `kind`.
     """
 
     name: str
@@ -33,7 +33,7 @@ class Contender:
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """One rank of a contender, and the store that its ranks share."""
+    """A rank of a contender, and the store that the contender's ranks share."""
 
     rank: int
     size: int

@@ -1,4 +1,5 @@
-"""DistributedDataParallel over Gloo: every rank a whole model, gradients averaged while the last backward runs."""
+"""DistributedDataParallel over Gloo: every rank has a full model, and gradients are averaged while the last backward
+runs."""
 
 from __future__ import annotations
 

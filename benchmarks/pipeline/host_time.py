@@ -1,10 +1,11 @@
-"""What a microbatch costs the host on a pipeline of two ranks, beside the work of its blocks.
+"""Host time of a microbatch on a pipeline of two ranks, in addition to the work of its blocks.
 
     python -m benchmarks.pipeline.host_time [--rounds 7] [--transport torch]
 
 Each round times steps of 8 and of 24 microbatches: the difference of the two, divided by 16, is the time of one
 microbatch without the start and the end of a step, where ranks wait. The same is timed for plain loops over the blocks
-of each stage, both ranks at once and without messages; `host` is what the engine takes longer than the slower of them.
+of each stage, on both ranks at the same time and without messages; `host` is the additional time of the engine over the
+slower loop.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ def pipeline(size: Size, boundary: int, world: ranvier.World) -> Callable[[int],
 
 
 def seconds(step: Callable[[int], object], microbatches: int, repeats: int, world: ranvier.World) -> float:
-    """Of the slower rank."""
+    """Seconds of the slower rank."""
     times = []
     for _ in range(repeats):
         world.gather_objects(None)

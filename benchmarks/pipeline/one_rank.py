@@ -1,10 +1,10 @@
-"""The engine on one rank beside a plain loop: a user's modules, loss and optimizer, the same batches, in one process.
+"""The engine on one rank against a plain loop: a user's modules, loss and optimizer, the same batches, in one process.
 
     python -m benchmarks.pipeline.one_rank [--rounds 7] [--steps 20]
 
-Two small models, since what the engine costs is a time a microbatch and not a share. The ratio is formed within each
-round; the losses of all steps must agree. `host` is what a microbatch takes longer in the engine, as CPU time of the
-fastest steps: other programs on the machine hardly change it.
+Two small models, since the cost of the engine is a time per microbatch and not a share. The ratio is formed within each
+round; the losses of all steps must agree. `host` is the additional time of a microbatch in the engine, as CPU time of
+the fastest steps: other programs on the machine hardly change it.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ class Size:
     width: int
     layers: int
     sequences: int
-    """Of a microbatch."""
+    """Sequences of a microbatch."""
     tokens: int
-    """Of a sequence."""
+    """Tokens of a sequence."""
     microbatches: int = 4
     vocabulary: int = 256
 

@@ -1,4 +1,4 @@
-"""Ranvier's engine, with any policy, over MPI or Gloo; slowed down where a scenario asks for it."""
+"""Ranvier's engine, with any policy, over MPI or Gloo; slowed down if a scenario asks for it."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def _backend(place: Place, settings) -> Backend:
 
 
 def _seconds_by_category(engine: Engine) -> dict[str, float]:
-    """Where the time since the last call went."""
+    """Category -> seconds since the last call."""
     seconds: dict[str, float] = defaultdict(float)
     for span in engine.timeline.take():
         seconds[span.category] += span.seconds

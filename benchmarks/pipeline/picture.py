@@ -1,4 +1,5 @@
-"""The tables as a picture: speed as bars with their spread, memory beside it; for a curve, one against the other."""
+"""The tables as a picture: speed as bars with their spread, and memory next to it; for a curve, speed against
+memory."""
 
 from __future__ import annotations
 
@@ -32,7 +33,7 @@ def draw(cases: Sequence[dict], path: Path) -> None:
 
 
 def _measure(row: Row) -> tuple[str, Spread | None]:
-    """What speed is shown against: the ceiling where it was measured, else the bound."""
+    """The reference of the shown speed: the ceiling if it was measured, otherwise the bound."""
     return ("speed, x of the ceiling", row.to_ceiling) if row.to_ceiling else ("speed, x of the bound", row.to_bound)
 
 
@@ -62,7 +63,7 @@ def _finish(axes, names: Sequence[str], label: str) -> None:
 
 
 def _trade(table: Sequence[Row], colours: Sequence[str], axes) -> None:
-    """Speed against the memory of the dearest rank."""
+    """Draw speed against the memory of the rank that needs most."""
     for row, colour in zip(table, colours, strict=True):
         label, spread = _measure(row)
         if spread is None:

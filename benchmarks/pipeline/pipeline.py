@@ -36,7 +36,7 @@ from ranvier.system.machine import available_cores
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """A whole run of the benchmark."""
+    """A complete run of the benchmark."""
 
     cases: tuple[Case, ...]
     rounds: int
@@ -108,7 +108,7 @@ def parse(arguments: Sequence[str]) -> Plan:
 
 
 def measure(plan: Plan, path: Path) -> dict:
-    """Run all cases; after each one `path` (JSON), and beside it .md and .png, hold all results so far."""
+    """Run all cases; after each one `path` (JSON), and .md and .png files next to it, contain all results so far."""
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     results: dict[str, Any] = {"command": plan.command, "rounds": plan.rounds, "steps_per_round": plan.steps,
                "warmup_steps": plan.warmup,

@@ -1,4 +1,4 @@
-"""A plain PyTorch training loop on one process. Several of them at once are the ceiling of the machine."""
+"""A plain PyTorch training loop on one process. Several of them at the same time are the ceiling of the machine."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from benchmarks.pipeline.workload import Loss, Stepper, Workload, whole_network
 
 @contextmanager
 def plain_loop(workload: Workload, contender: Contender, place: Place) -> Iterator[Stepper]:
-    """Each rank trains a whole model of its own on its own tokens, without hearing of the others.
+    """Each rank trains its own full model on its own tokens, without communication.
 
     Setting `whole_batch`: one forward and backward over all sequences instead of one for each microbatch.
     """

@@ -2,8 +2,8 @@
 
     python -m benchmarks.pipeline.rank PORT PREFIX [RANK]      without RANK where mpiexec numbers the ranks
 
-It sets itself up, runs the warm-up steps, and then waits for commands in the driver's store, asleep. A command is a
-number of steps; one step more is run before them and not timed. Losses are read one step late, as training loops do.
+It sets itself up, runs the warm-up steps, and then sleeps until there is a command in the driver's store. A command is
+a number of steps; one more step is run before them and not timed. Losses are read one step late, as training loops do.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _DAY = timedelta(days=1)
 
 
 def opener(kind: Kind):
-    """The function that sets a contender of this kind up; its module, with all that it imports, is loaded here."""
+    """The function that sets up a contender of this kind; its module, with its imports, is loaded here."""
     match kind:
         case "plain":
             from benchmarks.pipeline.plain import plain_loop
@@ -49,7 +49,8 @@ def opener(kind: Kind):
 
 
 def enter(port: int, prefix: str, rank: int | None) -> tuple[PrefixStore, dict, int]:
-    """The driver's store for this team, the job in it, and the rank, which ends with the driver and has its core."""
+    """The driver's store for this team, the job in it, and the rank. Pins the rank to its core, and ends it with the
+    driver."""
     parent_death.signal_on_parent_death(os.getppid(), signal.SIGKILL)
     control = PrefixStore(prefix, TCPStore("127.0.0.1", port, is_master=False, timeout=_DAY))
     job = json.loads(control.get("job"))
@@ -62,7 +63,8 @@ def enter(port: int, prefix: str, rank: int | None) -> tuple[PrefixStore, dict, 
 
 
 def place_of(port: int, prefix: str, rank: int, size: int) -> Place:
-    """By a second connection: a rank that waits for a command must not keep the contender's threads from the store."""
+    """Place with a second connection: a rank that waits for a command must not block the contender's threads at the
+    store."""
     shared = TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=300))
     return Place(rank=rank, size=size, store=PrefixStore(f"{prefix}/shared", shared))
 
@@ -85,15 +87,15 @@ def main(port: int, prefix: str, rank: int | None) -> None:
 
 
 def load_libraries() -> None:
-    """Have torch load what it loads at the first step (the compiler's modules alone take 80 MB), so that all contenders
-    start from the same memory."""
+    """Have torch load the modules of its first step (the compiler's alone take 80 MB), so that all contenders start
+    from the same memory."""
     layer = torch.nn.Linear(1, 1)
     layer(torch.ones(1, 1)).sum().backward()
     torch.optim.AdamW(layer.parameters(), fused=True).step()
 
 
 def timed(stepper: Stepper, number: int, steps: int) -> dict:
-    """`steps` + 1 steps from `number` on. marks: seconds on the machine's clock after each of them."""
+    """Run `steps` + 1 steps from `number` on. marks: seconds on the machine's clock after each of them."""
     previous = stepper.run(number)
     stepper.report()
     marks, cpu_started = [time.monotonic()], time.process_time()
@@ -107,7 +109,7 @@ def timed(stepper: Stepper, number: int, steps: int) -> dict:
 
 
 def peak_bytes() -> int:
-    """The most resident memory so far. Not getrusage's where there is a choice: that starts from the parent's peak."""
+    """Peak resident memory so far. Not from getrusage if there is a choice: that starts from the parent's peak."""
     try:
         lines = Path("/proc/self/status").read_text().splitlines()
         return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("VmHWM"))

@@ -1,10 +1,11 @@
-"""What the rules of a two-stage pipeline cost, by simulation: in-flight limit, deferred weight gradients, the cut.
+"""Cost of the rules of a two-stage pipeline, by simulation: in-flight limit, deferred weight gradients, the cut.
 
     python -m benchmarks.pipeline.shares [--microbatches 8] [--times FILE]
 
 The engine's own schedule runs on a simulated clock (`ranvier.schedule.simulator`) with block times that
-`benchmarks.pipeline.pipeline` measured on two cores: shares.json beside this file, the mean of five rounds, of a GPT of
-8 layers. Layers are alike, so the times of their blocks are averaged. --times takes a result of that benchmark instead.
+`benchmarks.pipeline.pipeline` measured on two cores: shares.json next to this file, the mean of five rounds, of a GPT
+of 8 layers. Layers are the same, so the times of their blocks are averaged. --times takes a result of that benchmark
+instead.
 
     share        time of two stages that divide all work equally and never wait, over the simulated time of a step: 1 is
                  what two independent loops reach. The simulation knows nothing of caches and memory traffic
@@ -88,7 +89,7 @@ POLICIES = (Rules(name="1f1b", deferred=(0, 0), policy="1f1b"), Rules(name="auto
 
 
 def measured(path: Path = TIMES) -> BlockTimes:
-    """Block times of a file, with alike layers averaged: embedding, then attention and MLP in turn, and the head."""
+    """Block times of a file, averaged over layers: embedding, then attention and MLP in turn, and the head."""
     found = json.loads(path.read_text())
     rounds = [found["block_times"]] if "block_times" in found else found["cases"][0]["block_times"]
     times = mean_times(rounds)
@@ -102,7 +103,7 @@ def measured(path: Path = TIMES) -> BlockTimes:
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """Of one step; most_queued_bytes and ends_seconds are those of each rank."""
+    """Outcome of one step; most_queued_bytes and ends_seconds are per rank."""
 
     share: float
     seconds: float

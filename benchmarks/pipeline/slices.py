@@ -1,11 +1,11 @@
-"""Whether weight-gradient products that are cut into slices, each of which may wait, make a step shorter, simulated.
+"""Do weight-gradient products that are cut into deferrable slices make a step shorter? A simulation.
 
     python -m benchmarks.pipeline.slices
 
 The engine's own schedule runs on a simulated clock, within the limits that `auto` takes, for GPT-like pipelines: two
 layers a rank, whose attention has a quarter of an MLP's products, and a head that costs as much as two or eight
 attention forwards. A product of the head is one action; cut into slices (of the vocabulary) it is several, between
-which a rank runs what has arrived. Slices cost no time of their own here and keep alive no less than the whole product
+which a rank runs what has arrived. Slices take no additional time here, and keep alive as much as the full product
 until the last one has run.
 
     gain         share of the bound (all work, divided by the ranks, over the time of a step) with slices, less that
@@ -34,7 +34,7 @@ _HOP, _UNIT = 0.02, 1e6
 
 @dataclass(frozen=True, kw_only=True)
 class Slices:
-    """Into how many slices the head's product is cut, and every other one."""
+    """Numbers of slices into which the head's product, and every other product, are cut."""
 
     head: int = 1
     others: int = 1
@@ -42,7 +42,7 @@ class Slices:
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """head: its forward's time, in those of an attention. memory: as pipeline.memory."""
+    """head: time of its forward, in units of an attention's forward. memory: as pipeline.memory."""
 
     pipe: int
     per_rank: int
@@ -83,7 +83,7 @@ def share(case: Case, slices: Slices) -> float:
     held = [placement.stages_of(rank) for rank in range(case.pipe)]
 
     def unequal(rank: int, action: Action) -> float:
-        """The simulator takes the products of a stage to be equal."""
+        """Corrects the times of the simulator, which takes the products of a stage to be equal."""
         stage = held[rank][action.turn]
         return 1.0 if action.kind != "W" else (
             products[stage][action.product] / stages[stage].weight * stages[stage].products)

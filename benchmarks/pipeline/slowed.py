@@ -1,8 +1,8 @@
-"""Stages that are slower than they are: what a weaker device or a busy machine would do, set rather than hoped for.
+"""Stages that are slowed down: the effect of a weaker device or a busy machine, by settings rather than by chance.
 
-After each action the stage sleeps for a share of the time that the action took. Messages move meanwhile as they would
-between two blocks of a longer computation. The shares are a pure function of the action, the same at every step, so the
-simulator can be given exactly the same machine.
+After each action the stage sleeps for a share of the time that the action took. In that time messages move as they
+would between two blocks of a longer computation. The shares are a pure function of the action, the same at every step,
+so the simulator can be given exactly the same machine.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def slowness(settings: Mapping[str, float]) -> Slowness:
 
 
 def simulated_slowness(factor: Slowness) -> Callable[[int, Action], float]:
-    """`factor` as the simulator takes it."""
+    """`factor` in the form that the simulator takes."""
     return lambda stage, action: factor(stage, action.kind, action.microbatch)
 
 

@@ -1,9 +1,9 @@
-"""The schedule that is chosen by simulation beside the best known fixed orders, simulated: ZB-V, DualPipeV and 1F1B.
+"""The schedule that is chosen by simulation against the best known fixed orders, simulated: ZB-V, DualPipeV and 1F1B.
 
     python -m benchmarks.pipeline.static_schedules
 
-ZB-V (Qi et al., 2024) and DualPipeV (DeepSeek-AI, 2024) are the orders that torch.distributed.pipelining makes for so
-many ranks and microbatches; each rank runs its list in order, as soon as it can. Ours and 1F1B run in the engine's own
+ZB-V (Qi et al., 2024) and DualPipeV (DeepSeek-AI, 2024) are the orders that torch.distributed.pipelining makes for
+these ranks and microbatches; each rank runs its list in order, as soon as it can. Ours and 1F1B run in the engine's own
 simulator. All have the same blocks, times and messages:
 
     equal    2 p equal blocks, whose forward, backward and weight gradient take equal times
@@ -39,14 +39,14 @@ from ranvier.schedule.policies import MessageDriven, OneForwardOneBackward
 from ranvier.schedule.schedule import Policy
 from ranvier.schedule.simulator import PRODUCTS, StageTimes, simulate
 
-_BYTES = 1000  # of what the smallest block keeps
+_BYTES = 1000  # kept by the smallest block
 OWN_HOP = 0.01
-"""That of the simulation that chooses, with equal stages."""
+"""The hop of the simulation that chooses, with equal stages."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """hop: of a message, in times of a rank's forward of one microbatch."""
+    """hop: time of a message, in units of a rank's forward of one microbatch."""
 
     pipe: int
     microbatches: int
@@ -56,7 +56,7 @@ class Case:
 
 @dataclass(frozen=True, kw_only=True)
 class Figures:
-    """Of one schedule. seconds: of a step. peak: relative to 1F1B's."""
+    """Figures of one schedule. seconds: of a step. peak: relative to 1F1B's."""
 
     bubble: float
     peak: float
@@ -79,7 +79,7 @@ def blocks_of(case: Case) -> list[StageLoad]:
 
 
 def stages_of(case: Case, placement: StagePlacement) -> list[StageLoad]:
-    """The blocks on stages, cut as a run's are."""
+    """The blocks on stages, with the cut of a run."""
     blocks = blocks_of(case)
     cut = partition_for([block.forward + block.backward + block.weight for block in blocks], placement)
     return [StageLoad(trains=True, fixed=0.0, **{
@@ -89,8 +89,8 @@ def stages_of(case: Case, placement: StagePlacement) -> list[StageLoad]:
 
 
 def static_order(schedule: str, pipe: int, microbatches: int) -> Order:
-    """What each rank does, as torch's schedule of that name has it; the two parts of an overlapped pair in turn."""
-    from torch.distributed.pipelining import schedules  # which import torch's compiler
+    """Actions of each rank in torch's schedule of that name; the two parts of an overlapped pair follow each other."""
+    from torch.distributed.pipelining import schedules  # imports torch's compiler
 
     made: Any = object.__new__(getattr(schedules, schedule))  # the order needs no stages and no group of processes
     made.pp_group_size, made.num_stages, made._n_microbatches = pipe, 2 * pipe, microbatches
@@ -105,7 +105,7 @@ def figures(case: Case, seconds: float, peak: float) -> Figures:
 
 
 def static(case: Case, schedule: str) -> Figures:
-    """Of torch's order with two stages a rank, in a v-shape."""
+    """Figures of torch's order with two stages a rank, in a v-shape."""
     stages = stages_of(case, StagePlacement(num_ranks=case.pipe, per_rank=2))
     order = static_order(schedule, case.pipe, case.microbatches)
 
@@ -124,7 +124,7 @@ def static(case: Case, schedule: str) -> Figures:
 
 
 def ours(case: Case, per_rank: int, memory: float) -> Figures:
-    """Of what is chosen within so much of 1F1B's memory."""
+    """Figures of the schedule that is chosen within `memory` times 1F1B's memory."""
     placement = StagePlacement(num_ranks=case.pipe, per_rank=per_rank)
     limits = computed_limits(stages_of(case, placement), MessageDriven(), memory=memory, placement=placement,
                              num_microbatches=case.microbatches)
@@ -145,7 +145,8 @@ def _peak_of_1f1b(case: Case) -> float:
 
 
 def _simulated(case: Case, placement: StagePlacement, policy: Policy, limits: Limits) -> tuple[float, float]:
-    """Seconds and peak. The weight gradients of a stage are several products, between which a rank may do others."""
+    """Seconds and peak. The weight gradients of a stage are several products, between which a rank may run other
+    actions."""
     stages = [StageTimes(forward=load.forward, backward=load.backward, weight=load.weight, products=PRODUCTS,
                          kept_bytes=load.graph, alive_bytes=round(load.operands))
               for load in stages_of(case, placement)]
@@ -162,7 +163,7 @@ def _hop_seconds(case: Case) -> float:
 
 def compared(case: Case) -> dict[str, Figures]:
     """Schedule -> its figures. DualPipeV needs as many microbatches as stages. Ours, with one and two stages a rank:
-    within the memory of 1F1B, the default of pipeline.memory, and the peaks of the two."""
+    within the memory of 1F1B, the default of pipeline.memory, and the peaks of ZB-V and DualPipeV."""
     found = {"1F1B": one_f_one_b(case), "ZB-V": static(case, "ScheduleZBVZeroBubble")}
     if case.microbatches >= 2 * case.pipe:
         found["DualPipeV"] = static(case, "ScheduleDualPipeV")
@@ -173,7 +174,7 @@ def compared(case: Case) -> dict[str, Figures]:
 
 
 def lines(results: Sequence[tuple[Case, dict[str, Figures]]]) -> str:
-    """A table: one line for each case; of each schedule bubble and peak."""
+    """A table with one line for each case, and the bubble and peak of each schedule."""
     names = list(dict.fromkeys(name for _, found in results for name in found))
     return table(["blocks", "hop", "ranks", "microbatches", *names], [
         [case.blocks, f"{case.hop:g}", str(case.pipe), str(case.microbatches),

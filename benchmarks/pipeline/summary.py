@@ -1,4 +1,4 @@
-"""From all that was measured to a table: ratios within each round, then their spread over the rounds."""
+"""From all measurements to a table: ratios within each round, then their spread over the rounds."""
 
 from __future__ import annotations
 
@@ -23,27 +23,27 @@ class Spread:
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One contender of one case. Ratios are of speeds: above 1 is faster than what it is compared with."""
+    """One contender of one case. Ratios are of speeds: above 1 is faster than the reference."""
 
     name: str
     ranks: int
     microbatches: int
     seconds: float
-    """Of a step: the median over the rounds of each round's median."""
+    """Seconds of a step: the median over the rounds of each round's median."""
     to_ceiling: Spread | None
     to_one_process: Spread | None
-    """Over as many times the speed of one process as cores are used."""
+    """Relative to the speed of one process times the number of used cores."""
     to_best_torch: Spread | None
     to_torch_1f1b: Spread | None
     to_own_1f1b: Spread | None
-    """Our 1F1B over the same transport."""
+    """Relative to our 1F1B over the same transport."""
     bound_seconds: float | None
     to_bound: Spread | None
     peak_bytes: tuple[int, ...]
-    """Per rank, over all rounds."""
+    """Peak per rank, over all rounds."""
     peak_above_imports_bytes: tuple[int, ...]
     cpu_seconds: float
-    """Of a step, all ranks together."""
+    """CPU seconds of a step, all ranks together."""
 
 
 def rows(case: dict) -> list[Row]:
@@ -77,7 +77,7 @@ def _row(case: dict, one: dict, seconds: dict[str, list[float]], best_torch: str
 
 
 def _ratio(theirs: Sequence[float] | None, mine: Sequence[float]) -> Spread | None:
-    """Speed over theirs, round by round."""
+    """Speed relative to theirs, round by round."""
     if theirs is None:
         return None
     ratios = [a / b for a, b in zip(theirs, mine, strict=True)]
@@ -85,7 +85,7 @@ def _ratio(theirs: Sequence[float] | None, mine: Sequence[float]) -> Spread | No
 
 
 def markdown(cases: Sequence[dict], head: str) -> str:
-    """All tables, and where the time of ours goes."""
+    """All tables, and where the time of our contenders goes."""
     parts = [head]
     for case in cases:
         table = rows(case)

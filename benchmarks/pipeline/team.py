@@ -37,14 +37,14 @@ class TeamFailed(RuntimeError):
 
 @dataclass(frozen=True, kw_only=True)
 class Stand:
-    """Where teams run: the store through which they are told what to do, and the folder for what they print."""
+    """Where teams run: the store through which they get commands, and the folder for their output."""
 
     store: Store
     port: int
     folder: Path
     cores: int
     pin: bool = True
-    """One rank per core where there are enough cores."""
+    """One rank per core if there are enough cores."""
     allocator: str = "default"
     warmup: int = 3
     timeout_seconds: float = 600.0
@@ -55,9 +55,9 @@ class Block:
     """Some steps of one contender."""
 
     step_seconds: tuple[float, ...]
-    """Per step. Of several loops that train on their own: the time per batch of all of them together."""
+    """Seconds per step. For several independent loops: the time per batch of all of them together."""
     cpu_seconds: float
-    """Per step, all ranks together."""
+    """CPU seconds per step, all ranks together."""
     peak_bytes: tuple[int, ...]
     peak_above_imports_bytes: tuple[int, ...]
     reports: tuple[dict, ...]
@@ -82,9 +82,9 @@ class Team:
         self._children = self._start()
         self._ended = False
         self.losses: tuple[float, ...] = ()
-        """Of the warm-up steps; () where the contender has none."""
+        """Losses of the warm-up steps; () if the contender has none."""
         self.reports: list[dict] = []
-        """What each rank told after the warm-up."""
+        """Report of each rank after the warm-up."""
 
     program = "benchmarks.pipeline.rank"
     """The module that each rank runs."""
@@ -118,7 +118,7 @@ class Team:
                      reports=tuple(answer["report"] for answer in answers))
 
     def stop(self) -> None:
-        """End the processes, in order where they still answer. Idempotent."""
+        """End the processes, by command if they still answer. Idempotent."""
         if self._ended:
             return
         self._ended = True
@@ -136,13 +136,13 @@ class Team:
                 child.wait()
 
     def kill(self) -> None:
-        """End the processes now."""
+        """Kill the processes."""
         for child in self._children:
             child.terminate()
         self.stop()
 
     def _commanded(self, steps: int) -> list[dict]:
-        """What each rank says of `steps` timed steps."""
+        """Report of each rank on `steps` timed steps."""
         self._store.set(f"command/{self._commands}", json.dumps(steps))
         answers = self._answers(f"done/{self._commands}")
         self._commands += 1
@@ -163,8 +163,8 @@ class Team:
 def step_seconds(marks: Sequence[Sequence[float]], independent: bool) -> tuple[float, ...]:
     """Seconds of each step from the ranks' clocks, in seconds, after the step before the first and after each.
 
-    Ranks that work together have done a step when the last of them has. Independent loops each do whole steps, so
-    together they need one over the sum of their rates.
+    Ranks that work together have done a step when the last of them has. Independent loops each do full steps, so the
+    time per step of all together is one over the sum of their rates.
     """
     if independent:
         steps = zip(*([b - a for a, b in pairwise(mine)] for mine in marks), strict=True)

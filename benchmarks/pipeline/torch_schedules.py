@@ -2,7 +2,7 @@
 
 Stages are cut between sublayers like ours, shapes are static (no negotiation at the first step), outputs are not
 returned. A tied weight lives on the first and the last stage; after the backwards its two gradients are summed between
-those two ranks, and both update their copy alike.
+those two ranks, and both update their copies in the same way.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def _stage(workload: Workload, module: nn.Module, index: int, count: int) -> Pip
 
 
 def _order(schedule) -> list[list[tuple[int, str, int]]] | None:
-    """Per rank, what a schedule of several stages does: (stage, F or B or I or W, microbatch)."""
+    """Actions of a schedule of several stages, per rank: (stage, F or B or I or W, microbatch)."""
     if not isinstance(schedule, PipelineScheduleMulti):
         return None
     return [[(action.stage_index, action.computation_type.value, action.microbatch_index) for action in actions

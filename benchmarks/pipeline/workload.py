@@ -1,4 +1,4 @@
-"""What every contender trains: one model from one start on one stream of tokens.
+"""The work of every contender: one model from one start on one stream of tokens.
 
 A contender may arrange the work as its experts would, but the sizes, the initial weights, the tokens, the loss and the
 optimizer come from here, so the loss of the first steps is the same number for all.
@@ -17,7 +17,7 @@ from ranvier.config.run import Transformer
 from ranvier.models.gpt import gpt
 
 Loss = Callable[[], float | None]
-"""This rank's share of one step's loss, read when it is wanted: the shares of all ranks add up; None is no share."""
+"""Reads this rank's share of one step's loss: the shares of all ranks add up; None is no share."""
 
 _DISTINCT_BATCHES = 4
 
@@ -29,12 +29,12 @@ class Stepper:
     run: Callable[[int], Loss]
     """Training step `number`, from 0."""
     report: Callable[[], dict] = dict
-    """What it has to tell of the steps since the last call, as JSON can hold it; never called within a timed span."""
+    """Report on the steps since the last call, as JSON can represent it; never called within a timed span."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """Sizes of the model and of a step. `microbatches` is how many a global batch is cut into."""
+    """Sizes of the model and of a step. `microbatches` is the number of microbatches in a global batch."""
 
     num_layers: int = 8
     hidden: int = 256
@@ -53,7 +53,7 @@ class Workload:
 
     @property
     def microbatch_size(self) -> int:
-        """Sequences."""
+        """Sequences in a microbatch."""
         return self.sequences // self.microbatches
 
     @property
@@ -70,9 +70,9 @@ class Workload:
         return model if self.tied else replace(model, tied=())
 
     def batch(self, step: int, replica: int = 0) -> tuple[Tensor, Tensor]:
-        """Random inputs and targets, each [sequences, sequence] int64; a few distinct batches come round in turn.
+        """Random inputs and targets, each [sequences, sequence] int64; a few distinct batches repeat in turn.
 
-        `replica` tells apart contenders' independent copies, which train on tokens of their own.
+        `replica` distinguishes independent copies of a contender, which train on their own tokens.
         """
         generator = torch.Generator().manual_seed(1_000_003 * self.seed + 101 * replica + step % _DISTINCT_BATCHES)
         tokens = torch.randint(self.vocab, (self.sequences, self.sequence + 1), generator=generator)

@@ -1,12 +1,12 @@
-"""How far the planner's constants carry: each published row is predicted by constants that were fitted without it.
+"""How well the planner's constants generalize: each published row is predicted with constants fitted without that row.
 
     python -m benchmarks.planner.calibration
 
-Of Frontera five constants are free (Optimus' Tables 2 and 3, 16 rows), of Summit four (AxoNN's times and shares of
-the peak, 8 numbers). Starting from the shipped files' values each is multiplied by a factor between 1/2 and 2,
-one after the other and again until nothing improves the sum of squared logarithms of predicted over published of the
-other rows. What is left out is then predicted. An error that is much larger than with all rows would mean that the
-constants were fitted to the row rather than to the machine.
+Five constants of Frontera are free (Optimus' Tables 2 and 3, 16 rows), and four of Summit (AxoNN's times and shares of
+the peak, 8 numbers). Starting from the shipped files' values, each is multiplied by a factor between 1/2 and 2, one
+after the other and again, until nothing improves the sum of squared logarithms of predicted over published of the other
+rows. Then the left-out row is predicted. An error that is much larger than with all rows would mean that the constants
+were fitted to the row rather than to the machine.
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ def _scaled(node, names: Sequence[str], factor: float):
 
 
 def misfit(rows: Sequence[Row], left_out: int | None) -> float:
-    """Sum of squared logarithms over all rows but one; of a range, from its nearer end."""
+    """Sum of squared logarithms over all rows but one; for a range, from its nearer end."""
     return sum(log(1.0 + row.error) ** 2 for number, row in enumerate(rows) if number != left_out)
 
 
 def fitted(predict: Callable[[Mapping[str, float]], list[Row]], constants: Sequence[str], left_out: int | None
            ) -> dict[str, float]:
-    """Factors that come nearest to the rows."""
+    """Factors that fit the rows best."""
     factors, least = dict.fromkeys(constants, 1.0), inf
     best = misfit(predict(factors), left_out)
     while best < least - 1e-6:
@@ -71,7 +71,7 @@ def optimus_rows(work: Work) -> Callable[[Mapping[str, float]], list[Row]]:
     cluster = load_cluster("frontera")
 
     def predict(factors: Mapping[str, float]) -> list[Row]:
-        """Forward and backward of a row are one number: they are left out together."""
+        """Forward and backward of a row count as one row: they are left out together."""
         papers, rows = Papers(frontera=with_factors(cluster, factors), work=work), []
         for scaling, scheme, devices, batch, hidden, forward, backward in OPTIMUS:
             rows.append(Row(what=f"{scaling} scaling, {scheme} on {devices}", unit="s", published=forward + backward,
@@ -92,7 +92,8 @@ def axonn_rows(work: Work) -> Callable[[Mapping[str, float]], list[Row]]:
 
 
 def judged(predict: Callable[[Mapping[str, float]], list[Row]], constants: Sequence[str]) -> dict:
-    """Every row's error as shipped, with constants fitted to all rows, and with those fitted without it."""
+    """Every row's error with the shipped constants, with constants fitted to all rows, and with those fitted without
+    the row."""
     shipped, everything = predict(dict.fromkeys(constants, 1.0)), fitted(predict, constants, None)
     whole, rows = predict(everything), []
     for number, row in enumerate(shipped):

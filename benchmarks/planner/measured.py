@@ -3,13 +3,13 @@
     python -m benchmarks.planner.measured [--cluster FILE] [--again FILE] [--layers 4] [--hidden 256] [--steps 9]
         [--rounds 2] [--memory FILE]
 
-One model and one global batch; what changes is mesh, microbatch, policy, checkpointing and sharding. The cluster is
-measured first unless --cluster names its file. Each configuration is run in real processes of its own, once in each
-round, so that what the machine does meanwhile falls on all alike: the median of the rounds' median steps counts; one
-more run of two steps counts the bytes. How well the first and the last round agree says how far any prediction can.
-The table has predicted and measured seconds and bytes of each; below are the rank correlation (Spearman), the median
-errors, and how far the choice of a search over meshes, microbatches and checkpoints is from the best that was measured
-with as many ranks.
+One model and one global batch; configurations differ in mesh, microbatch, policy, checkpointing and sharding. The
+cluster is measured first unless --cluster names its file. Each configuration is run in separate real processes, once in
+each round, so that other load of the machine affects all equally: the median of the rounds' median steps counts; one
+more run of two steps counts the bytes. The agreement of the first and the last round limits that of any prediction. The
+table has predicted and measured seconds and bytes of each; below are the rank correlation (Spearman), the median
+errors, and how far the choice of a search over meshes, microbatches and checkpoints is from the best configuration
+measured with as many ranks.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _WARMUP = 3
 
 
 def configurations(base: ResolvedRun, quick: bool = False) -> list[ResolvedRun]:
-    """What is run."""
+    """The configurations that are run."""
     found = []
 
     def add(mesh: Mesh, size: int, policy: str = "message-driven", checkpoint: object = "none", shard: bool = False
@@ -92,7 +92,7 @@ def step_seconds(run: ResolvedRun, transport: str) -> float:
 
 
 def peak_bytes(run: ResolvedRun, transport: str) -> int:
-    """Of the rank that has most, in a run of two steps where each storage is counted."""
+    """Peak bytes of the rank that has most, in a run of two steps in which each storage is counted."""
     with _trained(replace(run, memory_report=True, train=replace(run.train, steps=2)), transport) as folder:
         memory = json.loads((folder / "summary.json").read_text())["memory"]
     return max(sum(rank["device"].values()) for rank in memory)
@@ -100,7 +100,7 @@ def peak_bytes(run: ResolvedRun, transport: str) -> int:
 
 @contextmanager
 def _trained(run: ResolvedRun, transport: str) -> Iterator[Path]:
-    """The folder of results of a run in processes of its own."""
+    """The folder of results of a run in separate processes."""
     with tempfile.TemporaryDirectory(prefix="planner-") as name:
         yield _run(run, Path(name), transport)
 
@@ -115,7 +115,7 @@ def _run(run: ResolvedRun, folder: Path, transport: str) -> Path:
 
 
 def spearman(first: Sequence[float], second: Sequence[float]) -> float:
-    """Rank correlation; without ties."""
+    """Rank correlation, for values without ties."""
     def ranks(values: Sequence[float]) -> list[int]:
         order = sorted(range(len(values)), key=values.__getitem__)
         return [order.index(place) for place in range(len(values))]
@@ -134,7 +134,7 @@ def describe(run: ResolvedRun) -> str:
 
 def compare(base: ResolvedRun, cluster: Cluster, runs: Sequence[ResolvedRun], transport: str, known: Mapping[str, dict],
             rounds: int, counted: Mapping[str, int]) -> dict:
-    """known: what was measured before, by configuration. counted: bytes alone."""
+    """known: earlier measurements, by configuration. counted: only bytes."""
     work, rows, runs, chosen = Work(), [], list(runs), {}
     for count in sorted({run.mesh.size for run in runs} - {1}):
         run = search(base, cluster, count, ("mesh", "microbatch", "checkpoint"), work=work).best[0].run
@@ -172,14 +172,15 @@ def compare(base: ResolvedRun, cluster: Cluster, runs: Sequence[ResolvedRun], tr
 
 
 def _choice(rows: Sequence[dict], count: int, name: str) -> dict:
-    """What the search chose for so many ranks, and its time over the least that was measured with as many."""
+    """The choice of the search for `count` ranks, and its time over the least that was measured with as many."""
     seconds = {row["configuration"]: row["measured"] for row in rows if row["ranks"] == count}
     best = min(seconds, key=seconds.get)
     return {"ranks": count, "choice": name, "best": best, "choice_over_best": seconds[name] / seconds[best]}
 
 
 def together(results: Sequence[dict]) -> dict:
-    """Of several results those configurations that all have, with all their rounds; the last one's cluster."""
+    """The configurations that all of several results have, with all their rounds; the cluster is that of the last
+    result."""
     if not results:
         return {"rows": [], "cluster": None}
     *others, last = ({row["configuration"]: row for row in one["rows"]} for one in results)

@@ -3,13 +3,13 @@
     python -m benchmarks.planner.papers [--output FILE]
 
 AxoNN (Singh and Bhatele, 2022): 12 to 100 billion parameters on 48 to 384 V100 of Summit, with its own configuration:
-message-driven, weight gradients at once, optimizer streamed from the host, its rule for checkpoints, equal numbers of
-blocks on each stage, and PyTorch's autograd and checkpoints (`as_published` of `step_cost`).
-DeepSpeed and Megatron-LM stand for their rows of Table II with 1F1B, messages that hold stages up, Megatron's tensor
-parallelism inside a stage, and for DeepSpeed sharded optimizer states. Optimus (Xu et al., 2021): 24 layers on 4 to 64
-RTX 5000 of Frontera, its own 2D scheme against Megatron's; four cells of its tables that contradict their own times are
-left out. Nothing here is measured: all of it is arithmetic on shipped clusters. Whole steps are those of `ranvier
-simulate`; parts of a step, and searches that compare very many of them, are the cost law's.
+message-driven, weight gradients not deferred, optimizer streamed from the host, its rule for checkpoints, equal numbers
+of blocks on each stage, and PyTorch's autograd and checkpoints (`as_published` of `step_cost`). DeepSpeed and
+Megatron-LM stand for their rows of Table II with 1F1B, messages that hold stages up, Megatron's tensor parallelism
+inside a stage, and for DeepSpeed sharded optimizer states. Optimus (Xu et al., 2021): 24 layers on 4 to 64 RTX 5000 of
+Frontera, its own 2D scheme against Megatron's; four cells of its tables that contradict their own times are left out.
+Nothing here is measured: all of it is arithmetic on shipped clusters. Full steps are predicted by `ranvier simulate`;
+parts of a step, and searches that compare very many steps, by the cost law.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ SIZES = (1, 2, 4, 8, 16, 32)
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One number. published: None where the paper gives a range, which is `within`."""
+    """One number. published: None if the paper gives a range, which is `within`."""
 
     what: str
     unit: str
@@ -71,7 +71,7 @@ class Row:
 
     @property
     def error(self) -> float:
-        """Relative; 0 inside a range, and from its nearer end outside it."""
+        """Relative error; 0 inside a range, and from its nearer end outside it."""
         if self.published is not None:
             return self.predicted / self.published - 1.0
         low, high = self.within
@@ -80,8 +80,9 @@ class Row:
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """One model's row of Table II. Keys are (microbatch, G_inter, G_data). ratio: the published one's time over the
-    predicted best's. dropped: what would be faster and does not fit. problem: why the published one would not."""
+    """One model's row of Table II. Keys are (microbatch, G_inter, G_data). ratio: the published configuration's time
+    over that of the predicted best. dropped: faster configurations that do not fit. problem: why the published one
+    would not fit."""
 
     published: tuple[int, int, int]
     predicted: tuple[int, int, int]
@@ -92,7 +93,7 @@ class Choice:
 
 
 def _as_published(model: Transformer) -> Transformer:
-    """With attention as it was before it was fused, and nothing compiled."""
+    """The model with unfused attention, and nothing compiled."""
     return replace(model, attention_kernel="math", compile=False)
 
 
@@ -109,7 +110,7 @@ class Papers:
     def axonn(self, billions: int, microbatch: int, pipe: int, data: int, batch: int = 16384, **optim: object
               ) -> ResolvedRun:
         run = resolve(read.merge([read.load(f"gpt-{billions}b")[1]]).run)
-        blocks = 2 * run.model.num_layers // pipe  # of a stage, embedding and head aside
+        blocks = 2 * run.model.num_layers // pipe  # of a stage, without embedding and head
         return replace(run, mesh=Mesh(pipe=pipe, data=data), model=_as_published(run.model),
                        optim=replace(run.optim, **optim),
                        batch=Batch(global_size=batch, microbatch_size=microbatch),
@@ -146,8 +147,8 @@ class Papers:
         raise AssertionError("nothing fits")
 
     def _too_large(self, run: ResolvedRun) -> str | None:
-        """With the interval of recomputation that needs least memory: with the scores of attention kept, that of the
-        paper's rule would not fit in the 12 B model's published mesh (16.9 of 14.6 GiB)."""
+        """Why the run does not fit, with the interval of recomputation that needs least memory: with attention scores
+        kept, the interval of the paper's rule would not fit in the 12 B model's published mesh (16.9 of 14.6 GiB)."""
         _, memory = laid_out(replace(run, memory=replace(run.memory, recompute="auto")))
         device = self.summit.device
         worst = max(entry.device_bytes for entry in memory)
@@ -155,7 +156,7 @@ class Papers:
         return f"{worst / 2**30:.1f} of {room / 2**30:.1f} GiB" if worst > room else None
 
     def axonn_rows(self, others: bool = True) -> Iterator[Row]:
-        """others: DeepSpeed's and Megatron-LM's, too."""
+        """Rows of AxoNN. others: also those of DeepSpeed and Megatron-LM."""
         for pipe, data, seconds, reducing in ((24, 2, 46.08, 0.62), (6, 8, 34.05, 4.32)):
             found = self.on_summit(self.axonn(12, 1, pipe, data, 2048, chunk_buckets=1 << 20))
             yield Row(what=f"12 B, G_inter {pipe}, batch 2048: pipelining", unit="s", predicted=found.pipeline_seconds,
@@ -217,8 +218,8 @@ class Papers:
         return found
 
     def theorem(self) -> dict[int, float]:
-        """G_inter -> computing over what a rank sends between stages, times G_inter, relative to the first one:
-        Theorem 5.3 says that it is 1. Without recomputation, of which there is less where segments are shorter."""
+        """G_inter -> computation over the bytes that a rank sends between stages, times G_inter, relative to the first
+        value: Theorem 5.3 says that it is 1. Without recomputation, which is less with shorter segments."""
         found = {}
         for pipe in (6, 12, 24, 48):
             run = self.axonn(12, 1, pipe, 48 // pipe, 2048)
@@ -229,7 +230,7 @@ class Papers:
 
     def table_two_of_others(self) -> dict[tuple[str, int], tuple[int, int, float]]:
         """(Framework, billions) -> the published microbatch, the fastest one of its mesh, and the time of the first
-        over that of the second. Memory aside."""
+        over that of the second, regardless of memory."""
         found = {}
         for name, meshes in OTHERS.items():
             for billions, (published, *_, replicas) in meshes.items():
@@ -240,19 +241,19 @@ class Papers:
         return found
 
     def axonn_bytes(self, run: ResolvedRun) -> int:
-        """On all devices: gradients are summed where they are; without offload there are fp32 gradients, too (20 bytes
-        a parameter)."""
+        """Bytes on all devices: gradients are summed where they are; without offload there are also fp32 gradients (20
+        bytes a parameter)."""
         stages, memory = laid_out(run)
         wide = 4 * sum(row.num_trainable for row in stages.rows) * run.mesh.data if run.optim.offload == "none" else 0
         return wide + sum(entry.ranks * (entry.device_bytes - entry.device["reduction"]) for entry in memory)
 
     def figure_five(self) -> dict[int, float]:
-        """G_inter -> seconds of the pipelining phase; optimizer states aside, as in the paper."""
+        """G_inter -> seconds of the pipelining phase, without optimizer states, as in the paper."""
         return {pipe: self.on_summit(self.axonn(12, 1, pipe, 48 // pipe, 2048)).pipeline_seconds
                 for pipe in (6, 12, 24, 48)}
 
     def figure_eight(self) -> dict[int, float]:
-        """k -> seconds of all-reduce and optimizer together; 0 is without any overlap."""
+        """k -> seconds of all-reduce and optimizer together; k = 0 is without any overlap."""
         found = {}
         for k in (0, 1, 2, 4, 8, 16, 32, 64):
             run = self.axonn(12, 1, 6, 8, 2048, bucket_size=16_000_000, chunk_buckets=k or 1 << 20)
@@ -266,7 +267,7 @@ class Papers:
     # --- Optimus -----------------------------------------------------------------------------------------------------
 
     def optimus_seconds(self, scheme: str, devices: int, batch: int, hidden: int) -> tuple[float, float]:
-        """Of forward and backward of the 24 layers for one sequence; embedding and head aside."""
+        """Seconds of forward and backward of the 24 layers for one sequence, without embedding and head."""
         stage = self.optimus_stage(scheme, devices, batch, hidden)
         return stage.forward_seconds / batch, (stage.backward_seconds + stage.weight_seconds) / batch
 
@@ -283,7 +284,7 @@ class Papers:
         stage = run_cost(run, self.frontera, [blocks], exact=False, as_published=True).stages[0]
         if scheme == "Optimus":
             return stage
-        inputs = 24 * blocks[0].input_bytes * (devices - 1) / devices  # are divided, and gathered to be computed again
+        inputs = 24 * blocks[0].input_bytes * (devices - 1) / devices  # are sharded, and gathered for the recomputation
         gathered = received_seconds(inputs, 24 * (devices - 1), place_groups(mesh, "col", 4), self.frontera)
         return replace(stage, backward_seconds=stage.backward_seconds + gathered,
                        exchange_seconds=stage.exchange_seconds + gathered)
@@ -296,7 +297,7 @@ class Papers:
                           published=published)
 
     def rankings(self) -> list[tuple[str, str, str]]:
-        """(what, who is faster by the paper, by the prediction), for each scaling and number of devices."""
+        """(case, the faster scheme in the paper, in the prediction), for each scaling and number of devices."""
         found = []
         for scaling in ("weak", "strong"):
             for devices in (4, 16, 36, 64):
@@ -365,7 +366,7 @@ class ByCommand(Papers):
 
 
 def growth(widths: dict[int, int]) -> float:
-    """The power of p with which the problem (width cubed) grows, by least squares over logarithms."""
+    """The power of p with which the problem (width cubed) grows, by least squares of the logarithms."""
     xs, ys = [log(devices) for devices in widths], [3 * log(width) for width in widths.values()]
     middle_x, middle_y = fmean(xs), fmean(ys)
     return sum((x - middle_x) * (y - middle_y) for x, y in zip(xs, ys, strict=True)) / sum(
@@ -392,7 +393,7 @@ def markdown(rows: list[Row]) -> str:
 
 
 def median_error(rows: Iterable[Row]) -> float:
-    """Of numbers that a paper gives: what lies in a range would count as exact."""
+    """Median error of numbers that a paper gives, without ranges, inside which a prediction would count as exact."""
     return median(abs(row.error) for row in rows if row.published is not None)
 
 
@@ -433,7 +434,7 @@ def measure(say: Callable[[str], None] = print) -> dict:
 
 
 def draw(results: dict, path: Path) -> None:
-    """Predicted over published of every number, the trends of Figures 5 and 8, and isoefficiency."""
+    """Draw predicted over published for every number, the trends of Figures 5 and 8, and isoefficiency."""
     figure = new_figure(13, 11)
     numbers, five, eight, widths = figure.subplot_mosaic(
         [["numbers", "five"], ["numbers", "eight"], ["numbers", "widths"]], width_ratios=[1.3, 1]).values()

@@ -5,8 +5,8 @@
 Megatron-LM's trillion-parameter shape (Narayanan et al., 2021, Table 1: 128 layers of 25600, 160 heads, sequences of
 2048) on nodes of eight H100. Strong scaling keeps a batch of 12,288 sequences (25 million tokens), weak scaling has 0.6
 sequences a device. Each point is the best plan of its policy, then a step of that plan simulated under four conditions:
-as it is; with jitter (each action of each rank takes a random time, 20 % deviation); with links between nodes eight
-times slower; with both. Where links are slow the plan is that of the fast ones: a cluster that turned out worse.
+unchanged; with jitter (each action of each rank takes a random time, 20 % deviation); with links between nodes eight
+times slower; with both. With slow links the plan is that for fast ones: a cluster that turned out worse.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _COLOURS = dict(zip(CONDITIONS, ("#222222", "#2B6CB0", "#E8912D", "#C0659B"), st
 
 @dataclass(frozen=True, kw_only=True)
 class Point:
-    """One plan. seconds: of a step, by condition. limit: what takes most beside computing, and its share."""
+    """One plan. seconds: of a step, by condition. limit: what takes most time besides computing, and its share."""
 
     scaling: str
     policy: str
@@ -67,7 +67,7 @@ def trillion(batch: int, policy: str) -> ResolvedRun:
 
 
 def points(ranks: Sequence[int], cluster: Cluster) -> Iterator[Point]:
-    """In the order of the page, in as many processes as there are cores."""
+    """Points in the order of the page, computed by as many processes as there are cores."""
     cases = [(scaling, count, policy) for scaling in ("strong", "weak") for count in ranks for policy in POLICIES]
     with ProcessPoolExecutor(len(os.sched_getaffinity(0))) as pool:
         for case, found in zip(cases, pool.map(planned, cases, [cluster] * len(cases)), strict=True):
@@ -78,7 +78,7 @@ def points(ranks: Sequence[int], cluster: Cluster) -> Iterator[Point]:
 
 
 def planned(case: tuple[str, int, str], cluster: Cluster) -> Point | RanvierError:
-    """One point, or why there is none."""
+    """One point, or the error if there is none."""
     scaling, count, policy = case
     batch = STRONG_BATCH if scaling == "strong" else round(WEAK_SHARE * count)
     try:
@@ -119,7 +119,7 @@ def markdown(found: Sequence[Point]) -> str:
 
 
 def draw(found: Sequence[Point], path: Path) -> None:
-    """Utilisation over devices, strong and weak, for each policy and condition."""
+    """Draw utilisation over devices, strong and weak, for each policy and condition."""
     figure = new_figure(12, 4.6)
     for axes, scaling in zip(figure.subplots(1, 2, sharey=True), ("strong", "weak"), strict=True):
         for policy, style in zip(POLICIES, ("--", "-"), strict=True):

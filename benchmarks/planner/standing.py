@@ -2,12 +2,12 @@
 
     python -m benchmarks.planner.standing [--source NAME] [--output FILE]
 
-Each file in benchmarks/planner/published is one source: where its figures are from, the cluster, settings of all
-rows, models, and rows. A row is predicted by `ranvier simulate FILE.toml --cluster CLUSTER --json`, and by nothing
-else: with `--as-published` where the source's stages wait for their messages. A row is foreign where the source ran
-what no setting says; what that is stands beside it. Rows that the command refuses are listed, and not counted.
+Each file in benchmarks/planner/published is one source: where its figures are from, the cluster, settings of all rows,
+models, and rows. A row is predicted only by `ranvier simulate FILE.toml --cluster CLUSTER --json`, with
+`--as-published` if the source's stages wait for their messages. A row is foreign if the source's run had a property
+that no setting describes; the row names that property. Rows that the command refuses are listed, and not counted.
 Constants of a cluster are from data sheets and microbenchmarks, none from a row; rows of a device from which constants
-are (calibrated) count in no median.
+are taken (calibrated) count in no median.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from ranvier.pictures.figures import COLOURS, INK, clean, new_figure
 
 PUBLISHED = Path(__file__).parent / "published"
 _CLOSE = 0.1
-"""Of a time, by which two rows must differ for their order to count."""
+"""Share of a time by which two rows must differ for their order to count."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,14 +51,14 @@ class Row:
 
     @property
     def error(self) -> float:
-        """Of the predicted time."""
+        """Relative error of the predicted time."""
         return self.predicted / self.published - 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Summary:
-    """Of the rows of a source. ordered: share of the pairs of rows which differ by more than 10 % that are predicted in
-    the published order, by throughput; correlation: Spearman's, over the same numbers."""
+    """Summary of the rows of a source. ordered: share of the pairs of rows which differ by more than 10 % that are
+    predicted in the published order, by throughput; correlation: Spearman's, of the same numbers."""
 
     source: str
     rows: int
@@ -100,18 +100,18 @@ def rows_of(path: Path, say: Callable[[str], None] = print) -> Iterator[Row]:
 
 
 def settings_of(source: Mapping[str, Any], row: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
-    """The settings of a row's run, by their names, and what tells it from the others."""
+    """The settings of a row's run, by their names, and a text that distinguishes it from the others."""
     settings = {**source["settings"], **source["models"][row["model"]],
                 **{name: value for name, value in row.items() if "." in name}}
     settings = {name: row[value] if value == "devices" else value for name, value in settings.items()}
     rows, stages = settings.get("mesh.row", 1), settings.get("mesh.pipe", 1)
     settings["mesh.data"] = row["devices"] // (rows * stages * settings.get("mesh.col", 1))
-    settings["batch.microbatch-size"] *= rows  # published of one device
+    settings["batch.microbatch-size"] *= rows  # published per device
     settings.setdefault("optim.shard", False)
     if settings.get("pipeline.stages-per-rank", 1) > 1:
-        settings["pipeline.in-flight"] = 2 * stages  # as interleaved 1F1B begins (Narayanan et al., 2021)
+        settings["pipeline.in-flight"] = 2 * stages  # as at the start of interleaved 1F1B (Narayanan et al., 2021)
         stages *= settings["pipeline.stages-per-rank"]
-    if stages > 1 and "model.num-layers" in settings:  # of as many layers each
+    if stages > 1 and "model.num-layers" in settings:  # stages with equal numbers of layers
         layers = settings["model.num-layers"]
         ends = 0 if layers % stages == 0 else 1  # whether embedding and head count as layers
         settings["pipeline.boundaries"] = [1 + 2 * ((layers + 2 * ends) * stage // stages - ends)
@@ -122,7 +122,7 @@ def settings_of(source: Mapping[str, Any], row: Mapping[str, Any]) -> tuple[dict
 
 
 def _write_cluster(source: Mapping[str, Any], devices: int, path: Path) -> None:
-    """The source's cluster, with what is other there, and at least so many devices."""
+    """Write the source's cluster, with the source's changes, and at least this many devices."""
     cluster = load_cluster(source["cluster"])
     nodes = -(-devices // cluster.devices_per_node)
     write_cluster(replace(cluster, nodes=max(nodes, cluster.nodes)), path)
@@ -137,7 +137,7 @@ def _write_cluster(source: Mapping[str, Any], devices: int, path: Path) -> None:
 
 
 def _tree(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings by their names, as a file has them."""
+    """Settings by their names, as the tree of a file."""
     tree: dict[str, Any] = {}
     for name, value in settings.items():
         section, _, setting = name.rpartition(".")
@@ -146,7 +146,7 @@ def _tree(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def simulated(run: Path, cluster: Path | str, as_published: bool) -> dict[str, Any] | None:
-    """What the command says of a run file; None if it refuses it."""
+    """The command's prediction for a run file; None if the command refuses the file."""
     said = io.StringIO()
     with contextlib.redirect_stdout(said), contextlib.redirect_stderr(io.StringIO()):
         code = run_command(["simulate", str(run), "--cluster", str(cluster), "--json",
@@ -155,7 +155,7 @@ def simulated(run: Path, cluster: Path | str, as_published: bool) -> dict[str, A
 
 
 def summary(source: str, rows: list[Row]) -> Summary:
-    """Of rows, foreign ones included."""
+    """Summary of rows, including foreign ones."""
     right = in_order(rows)
     return Summary(source=source, rows=len(rows), median_error=median(abs(row.error) for row in rows),
                    correlation=spearman([row.published for row in rows], [row.predicted for row in rows]),
@@ -163,14 +163,14 @@ def summary(source: str, rows: list[Row]) -> Summary:
 
 
 def in_order(rows: list[Row]) -> list[bool]:
-    """Of each pair of rows which differ enough: whether they are predicted in the published order."""
+    """For each pair of rows which differ enough: whether they are predicted in the published order."""
     return [(one.published < other.published) == (one.predicted < other.predicted)
             for one, other in combinations(rows, 2)
             if abs(one.published - other.published) > _CLOSE * min(one.published, other.published)]
 
 
 def spearman(first: list[float], second: list[float]) -> float | None:
-    """Correlation of ranks; None for fewer than three values."""
+    """Rank correlation; None for fewer than three values."""
     if len(first) < 3:
         return None
     places = [[sorted(values).index(value) for value in values] for values in (first, second)]
@@ -179,7 +179,7 @@ def spearman(first: list[float], second: list[float]) -> float | None:
 
 
 def measure(names: list[str], say: Callable[[str], None] = print) -> dict[str, Any]:
-    """All rows and summaries. names: of sources; all where there are none."""
+    """All rows and summaries. names: names of sources; all sources if it is empty."""
     rows = [row for path in sources() if not names or path.stem in names for row in rows_of(path, say)]
     found = [summary(source, [row for row in rows if row.source == source])
              for source in dict.fromkeys(row.source for row in rows)]
@@ -202,7 +202,7 @@ def measure(names: list[str], say: Callable[[str], None] = print) -> dict[str, A
 
 
 def draw(results: Mapping[str, Any], path: Path) -> None:
-    """Error of each row, by source: published settings filled, foreign ones hollow."""
+    """Draw the error of each row, by source: rows with published settings filled, foreign ones hollow."""
     figure = new_figure(9, 0.42 * len(results["sources"]) + 1.4)
     axes = figure.subplots()
     axes.axvspan(-15, 15, color="#EDEDED", zorder=0)

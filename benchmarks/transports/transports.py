@@ -3,8 +3,8 @@
     python -m benchmarks.transports.transports [--quick]
 
 Measured for Gloo and MPI, each raw (the library's own calls on one buffer) and through our Transport and Group, in
-turns within one run. The raw calls are the bound: what lies between is the price of messages that carry their own
-shapes, of any-source arrival, and of ranks that sleep instead of spinning. Times are of one way, half of a ping-pong.
+turns within one run. The raw calls are the bound: the difference is the price of messages that carry their own shapes,
+of any-source arrival, and of ranks that sleep instead of spinning. Times are one-way, half of a ping-pong.
 """
 
 from __future__ import annotations
