@@ -1,4 +1,4 @@
-"""What contenders have in common that are one `nn.Module` under autograd, with torch.distributed's default group."""
+"""Shared by contenders that are one `nn.Module` under autograd, with torch.distributed's default group."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from benchmarks.pipeline.contender import Place
 class AutogradStack:
     """A `Stack` around `network`, which has the parameters' names.
 
-    dim: of [B, S, H] the one that is cut over the ranks of the default group; None where all have everything.
+    dim: the dim of [B, S, H] that is sharded over the ranks of the default group; None if all ranks have everything.
     """
 
     def __init__(self, network: nn.Module, dim: int | None) -> None:
@@ -69,7 +69,7 @@ class AutogradStack:
 
 @contextmanager
 def default_group(place: Place) -> Iterator[None]:
-    """torch.distributed over Gloo; one that is initialised is used and left alone."""
+    """torch.distributed over Gloo; an initialised default group is used and left alone."""
     if dist.is_initialized():
         yield
         return
@@ -80,9 +80,10 @@ def default_group(place: Place) -> Iterator[None]:
 
 
 def saved_bytes(stack, x_local: Tensor, parameters) -> int:
-    """Bytes of the storages that autograd keeps after `stack.forward`, each once, without those of `parameters`.
+    """Bytes of the storages that autograd keeps after `stack.forward`, each counted once, without those of
+    `parameters`.
 
-    What is released before the forward ends, such as parameters that were gathered for one layer, counts nothing.
+    Storages that are released before the forward ends, such as parameters gathered for one layer, do not count.
     """
     kept: dict[int, torch.UntypedStorage] = {}
 
@@ -103,7 +104,7 @@ def saved_bytes(stack, x_local: Tensor, parameters) -> int:
 
 
 def _storages(tensor: object) -> list[torch.UntypedStorage]:
-    """The tensor's storage; of a tensor around others, theirs; of anything else none."""
+    """The tensor's storage; for a wrapper of other tensors, their storages; for anything else, none."""
     if is_traceable_wrapper_subclass(tensor):
         names, _ = tensor.__tensor_flatten__()
         return [storage for name in names for storage in _storages(getattr(tensor, name))]

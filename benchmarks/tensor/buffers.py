@@ -1,14 +1,14 @@
-"""Optimus' memory methods (Xu et al., 2021, section 3.2.3) against what reference counting does already.
+"""Optimus' memory methods (Xu et al., 2021, section 3.2.3) against reference counting.
 
     python -m benchmarks.tensor.buffers [--hidden 256] [--layers 3] ...
 
 The paper keeps five buffers for a layer under activation checkpointing: a workspace, a forward and a backward buffer
 for outputs and input gradients of products, a conjunction buffer between layers, and one for parameter gradients; its
-method 1 would lay outputs and their gradients into the same memory. Here the workspace is such a buffer, parameter
-gradients are (`--optim.update-in-backward`), and the rest is left to the allocator, which takes memory back as soon as
-autograd lets go of a tensor. Counted are the live bytes of one rank at their peak, in a stack of layers that are each
-computed again in their backward, on threads of this process, without what the transport takes for a sum under way
-(Gloo and MPI exchange them, and so do threads). In units of E / p, E = b s h of the activations' dtype:
+method 1 would put outputs and their gradients into the same memory. Here the workspace is such a buffer, parameter
+gradients can be (`--optim.update-in-backward`), and the rest is left to the allocator, which takes memory back as soon
+as autograd releases a tensor. The program counts the live bytes of one rank at their peak, in a stack of layers that
+are each recomputed in their backward, on threads of this process, without the transport's memory for a sum in progress
+(Gloo and MPI exchange sums, and so do threads). In units of E / p, E = b s h of the activations' dtype:
 
     forward buffer    9   outputs of qkv (3), projection (1), fc1 (4), fc2 (1)
     backward buffer   7   input gradients of qkv (1), projection (1), fc1 (1), fc2 (4)
@@ -41,11 +41,11 @@ from ranvier.world import World
 
 PAPER = {"forward": 9, "backward": 7, "conjunction": 1, "others": 7}
 METHOD_1 = 7
-"""What of them would be shared."""
+"""Units of these buffers that would be shared."""
 
 
 class Checkpointed(nn.Module):
-    """Each layer keeps its input alone."""
+    """A stack in which each layer keeps only its input."""
 
     def __init__(self, layers: Sequence[nn.Module]) -> None:
         super().__init__()
@@ -67,7 +67,7 @@ def measure(world: World, stem: Stem, mesh: Mesh, settings: TensorParallel) -> d
     stack.network = Checkpointed(list(stack.network.children()))
     guard_block(stack.network, stack.tensor_mesh, "stem", in_chain=False)
     stack.forward(x)
-    stack.backward(dy)  # the workspace has its size now
+    stack.backward(dy)  # gives the workspace its final size
     tracker = MemoryTracker()
     tracker.tag([*stack._parameters.values(), *(p.grad for p in stack._parameters.values())], "parameters")
     tracker.tag(stack.tensor_mesh.workspace.buffers(), "workspace")
@@ -80,13 +80,13 @@ def measure(world: World, stem: Stem, mesh: Mesh, settings: TensorParallel) -> d
         tracker.reset_peak()
         stack.backward(dy)
     found = tracker.at_peak()
-    kept = (stem.num_layers - 1) * x.numel() * x.element_size()  # the first one's is given
+    kept = (stem.num_layers - 1) * x.numel() * x.element_size()  # the first layer's is "given"
     return {"workspace": found["workspace"], "forward": forward["activations"], "inputs": kept,
             "working": found["activations"] - kept, "exchange": tracker.at_peak("host").get("exchange", 0)}
 
 
 def _apart(tracker: MemoryTracker, reduce: Callable[..., Work]) -> Callable[..., Work]:
-    """What a transport takes for a sum under way is its own: counted as a place apart, and not at the peak."""
+    """`reduce`, with the transport's memory for a sum in progress counted in a separate place, and not at the peak."""
     def counted(*arguments: object) -> Work:
         with tracker.category("exchange", place="host"):
             return reduce(*arguments)

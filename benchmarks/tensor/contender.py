@@ -1,6 +1,6 @@
-"""Who takes part, and what a contender has to be able to do.
+"""The contenders, and the interface of a contender.
 
-To add one: a `Builder` in a module of its own, and a line in `contenders`. The program and the tests take all of them.
+To add a contender: a `Builder` in its own module, and a line in `contenders`. The program and the tests use all.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Contender:
     build: "module:function", a `Builder`. Only the contender's own ranks load the module.
     mesh: as in `ranvier.mesh.Mesh`: rows share the microbatch, columns the hidden dimension.
     transport: ranks of "mpi" are started by mpiexec, those of "gloo" one by one.
-    settings: what JSON can hold, for the builder.
+    settings: JSON values for the builder.
     """
 
     name: str
@@ -34,7 +34,7 @@ class Contender:
     settings: Mapping[str, object] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "mesh", tuple(self.mesh))  # JSON has lists
+        object.__setattr__(self, "mesh", tuple(self.mesh))  # JSON has only lists
 
     @property
     def ranks(self) -> int:
@@ -47,38 +47,39 @@ class Contender:
 
 
 class Stack(Protocol):
-    """One rank's part of the stack, ready to run. Every method is called by all ranks, in the same order."""
+    """One rank's part of the stack, ready to run. All ranks call every method, in the same order."""
 
     def share(self, whole: Tensor) -> Tensor:
-        """This rank's part of a tensor [B, S, H] that all ranks have, of x or of dy, in memory of its own."""
+        """This rank's part of a tensor [B, S, H] that all ranks have, x or dy, in its own memory."""
 
     def forward(self, x_local: Tensor) -> Tensor:
-        """y of this rank's part. What the backward needs is kept here."""
+        """y of this rank's part. Keeps what the backward needs."""
 
     def backward(self, dy_local: Tensor) -> Tensor:
         """dx of this rank's part; parameters have their gradients."""
 
     def finish(self) -> None:
-        """Sum what is left as sums of a part of the positions only: once a batch, not once a microbatch."""
+        """Sum gradients that are still partial sums over some positions: once a batch, not once a microbatch."""
 
     def clear(self) -> None:
-        """Let go of all gradients."""
+        """Release all gradients."""
 
     def wait(self) -> None:
         """Return when all ranks have called this."""
 
     def saved_bytes(self, x_local: Tensor) -> int:
-        """Bytes that stand between a forward and its backward, without parameters and gradients. Leaves no trace."""
+        """Bytes that are kept between a forward and its backward, without parameters and gradients. Has no side
+        effects."""
 
     def assemble(self, local: Tensor) -> Tensor:
-        """The whole [B, S, H], from every rank's y or dx."""
+        """The full [B, S, H], from every rank's y or dx."""
 
     def gradients(self) -> Iterator[tuple[str, Tensor]]:
-        """The name in `Layers` and the whole gradient of each parameter, after `finish`."""
+        """The name in `Layers` and the full gradient of each parameter, after `finish`."""
 
 
 Builder = Callable[[Stem, Contender, Place], AbstractContextManager[Stack]]
-"""Sets one rank up, within its `with`, from `Stem.network`'s weights. ValueError where ranks and sizes do not fit."""
+"""Sets up one rank, within its `with`, from `Stem.network`'s weights. ValueError if ranks and sizes do not fit."""
 
 
 def contenders(ranks: int = 4) -> list[Contender]:
@@ -92,7 +93,7 @@ def contenders(ranks: int = 4) -> list[Contender]:
 
 
 def _ours(ranks: int) -> list[Contender]:
-    """Every scheme on every mesh on which it is one of its own, over both transports."""
+    """Every scheme on every mesh on which it differs from the others, over both transports."""
     meshes = [(row, ranks // row) for row in range(1, ranks + 1) if ranks % row == 0]
     schemes: list[tuple[str, tuple[int, int], dict[str, object]]] = [
         (scheme, mesh, {"scheme": scheme}) for scheme in ("stationary", "summa") for mesh in meshes]
@@ -106,6 +107,6 @@ def _ours(ranks: int) -> list[Contender]:
 
 
 def builder(contender: Contender) -> Builder:
-    """The function named by `contender.build`; its module, with all that it imports, is loaded here."""
+    """The function named by `contender.build`; its module, with its imports, is loaded here."""
     module, _, function = contender.build.partition(":")
     return getattr(importlib.import_module(module), function)

@@ -3,8 +3,8 @@
     python -m benchmarks.tensor.counted [--quick] [--only 'stationary 2x*']
 
 A GPT layer, the embedding and the head with its loss run forward and backward on the meta device, on groups whose
-members exist in name only: any mesh and any size in a second. Every part has two groups of its own, so its bytes are
-its own. With checkpointing the layer is one segment that runs again in its backward, as in a stage.
+members exist in name only: any mesh and any size in a second. Every part has its own two groups, so its bytes are
+counted separately. With checkpointing the layer is one segment that runs again in its backward, as in a stage.
 
 counted   payload by ring conventions: operands, outputs and gradients of the products; of the embedding the rows of
           tokens, or the table's blocks; nothing of what is small
@@ -56,7 +56,7 @@ State = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """Of a microbatch and the model; `batch` is in sequences of all rows together."""
+    """Sizes of a microbatch and the model; `batch` is in sequences of all rows together."""
 
     batch: int = 24
     sequence: int = 576
@@ -71,13 +71,13 @@ class Sizes:
 
     @property
     def volume(self) -> dict[str, int]:
-        """As the formulas of a layer take them; activations are summed in their own format, as GPUs do."""
+        """Arguments of the formulas of a layer; activations are summed in their own format, as on GPUs."""
         return {"batch": self.batch, "sequence": self.sequence, "hidden": self.hidden, "itemsize": self.dtype.itemsize,
                 "sum_itemsize": self.dtype.itemsize}
 
 
 class CountedGroup(MetaGroup):
-    """Counts ids, which are integers, apart."""
+    """A group that counts ids, which are integers, separately."""
 
     def __init__(self, purpose: str, size: int, index: int = 0, *, device: str = "cuda") -> None:
         super().__init__(purpose, size, index, device=device)
@@ -91,7 +91,7 @@ class CountedGroup(MetaGroup):
 
 
 class Meter:
-    """One rank of a row x col mesh in name only, with a `TensorMesh` for each part of what runs on it. device: hosts
+    """One rank of a row x col mesh in name only, with a `TensorMesh` for each part that runs on it. device: hosts
     exchange small sums in one round, and receive more than in the rings of the formulas."""
 
     def __init__(self, scheme: Scheme, row: int, col: int, at: tuple[int, int] = (0, 0),
@@ -124,14 +124,14 @@ class Meter:
         return torch.empty(shape, dtype=sizes.dtype, device="meta", requires_grad=True)
 
     def received(self) -> dict[str, Bytes]:
-        """Of each part so far; "ids" of all together."""
+        """Bytes of each part so far; "ids" are those of all parts together."""
         found = {part: Bytes(mesh.over_cols.bytes_received, mesh.over_rows.bytes_received)
                  for part, mesh in self._meshes.items()}
         return found | {"ids": Bytes(sum(cols.id_bytes for _, cols in self._groups),
                                      sum(rows.id_bytes for rows, _ in self._groups))}
 
     def run(self, x: Tensor, forward: State) -> dict[str, Volume]:
-        """What each part receives in `forward(x)` and in its backward."""
+        """Volume that each part receives in `forward(x)` and in its backward."""
         y = forward(x)
         before = self.received()
         y.backward(torch.empty_like(y))
@@ -140,7 +140,7 @@ class Meter:
                 for part, total in self.received().items()}
 
     def sums(self, block: nn.Module, splits: Mapping) -> int:
-        """Bytes for the sums, once a step, of what ranks have in common of a split block's parameters."""
+        """Bytes of the sums, once a step, of gradients of parameters that ranks of a split block have in common."""
         groups = {axis: CountedGroup(axis, size) for axis, size in (("row", self.row), ("col", self.col))}
         for axis, group in groups.items():
             size = sum(parameter.numel() for name, parameter in block.named_parameters()
@@ -151,7 +151,7 @@ class Meter:
 
 @dataclass(frozen=True, kw_only=True)
 class Counted:
-    """What one block receives: each part that has payload, all that is small, and the sums of a step."""
+    """Volume that one block receives: each part that has payload, all small messages, and the sums of a step."""
 
     parts: Mapping[str, Volume]
     small: Volume
@@ -159,7 +159,7 @@ class Counted:
 
 
 def count_layer(meter: Meter, sizes: Sizes, *, checkpointed: bool = False) -> Counted:
-    """Of a transformer layer, by product."""
+    """Volume of a transformer layer, by product."""
     with torch.device("meta"):
         whole = nn.ModuleList([Attention(sizes.config, sizes.dtype), MLP(sizes.config, sizes.dtype)])
         splits = block_splits("layer", whole, meter.settings)
@@ -178,7 +178,7 @@ def count_layer(meter: Meter, sizes: Sizes, *, checkpointed: bool = False) -> Co
 
 
 def count_embedding(meter: Meter, sizes: Sizes) -> Counted:
-    """Of the embedding. What an all-to-all brings along a column are tokens, not weights."""
+    """Volume of the embedding. An all-to-all along a column brings tokens, not weights."""
     with torch.device("meta"):
         whole = Embedding(sizes.config, sizes.dtype)
         splits = block_splits("embedding", whole, meter.settings)
@@ -192,7 +192,7 @@ def count_embedding(meter: Meter, sizes: Sizes) -> Counted:
 
 
 def count_head(meter: Meter, sizes: Sizes) -> Counted:
-    """Of the head; its norm and the loss are small."""
+    """Volume of the head; its norm and the loss are small."""
     with torch.device("meta"):
         whole = Head(sizes.config, sizes.dtype)
         splits = block_splits("head", whole, meter.settings)
@@ -206,7 +206,7 @@ def count_head(meter: Meter, sizes: Sizes) -> Counted:
 
 
 def formulas(scheme: Scheme, row: int, col: int, sizes: Sizes, *, checkpointed: bool) -> dict[str, Volume]:
-    """The closed formula of every part. Summa has nothing that could be kept."""
+    """The closed formula of every part. Summa has no gathered operands that could be kept."""
     again: Literal["again", "kept"] = "again" if scheme == "summa" else "kept"
     shape = dict(row=row, col=col, **sizes.volume)
     recompute = again if checkpointed else "none"
@@ -217,27 +217,27 @@ def formulas(scheme: Scheme, row: int, col: int, sizes: Sizes, *, checkpointed: 
 
 
 def whole(parts: Mapping[str, Volume]) -> Volume:
-    """All of them together."""
+    """Volume of all parts together."""
     return Volume(forward=sum((each.forward for each in parts.values()), Bytes()),
                   backward=sum((each.backward for each in parts.values()), Bytes()))
 
 
 def paper_bytes(ranks: int, sizes: Sizes) -> dict[str, list[float] | None]:
-    """Table 1's forward and backward; None for Optimus where no square mesh has so many ranks."""
+    """Table 1's forward and backward; None for Optimus if no square mesh has this many ranks."""
     shape = dict(ranks=ranks, batch=sizes.batch, sequence=sizes.sequence, hidden=sizes.hidden)
     return {scheme: [sizes.dtype.itemsize * elements for elements in paper_elements(scheme, **shape)]
             if scheme == "megatron" or isqrt(ranks) ** 2 == ranks else None for scheme in ("summa", "megatron")}
 
 
 def cases(meshes: Sequence[tuple[int, int]] = MESHES) -> list[tuple[Scheme, int, int]]:
-    """Every scheme on every mesh; Megatron's on one row of as many ranks."""
+    """Every scheme on every mesh; Megatron's on one row with as many ranks."""
     one_row = sorted({row * col for row, col in meshes})
     return [(scheme, row, col) for scheme in SETTINGS
             for row, col in ([(1, ranks) for ranks in one_row] if scheme.startswith("megatron") else meshes)]
 
 
 def rows_of(scheme: Scheme, row: int, col: int, sizes: Sizes) -> Iterator[dict]:
-    """Of one scheme on one mesh: each part without checkpointing, and those of a layer with it."""
+    """Rows of one scheme on one mesh: each part without checkpointing, and the parts of a layer with it."""
     paper = paper_bytes(row * col, sizes)
     for checkpointed in (False, True):
         expected = formulas(scheme, row, col, sizes, checkpointed=checkpointed)

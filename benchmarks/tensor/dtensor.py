@@ -1,8 +1,8 @@
-"""torch.distributed.tensor.parallel on a mesh of all ranks: Megatron's cut, with and without sequence parallelism.
+"""torch.distributed.tensor.parallel on a mesh of all ranks: Megatron's sharding, with and without sequence parallelism.
 
-The plan is torchtitan's: projections into a sublayer are cut by columns, those out of it by rows; between sublayers
-everything is cut along the sequence, norms included, or is whole everywhere. `qkv` is one projection (torchtitan has
-three, and gathers their common input in a PrepareModuleInput), so the input of each sublayer is gathered once, by the
+The plan is torchtitan's: projections into a sublayer are sharded by columns, those out of it by rows; between sublayers
+everything is sharded along the sequence, including norms, or replicated. `qkv` is one projection (torchtitan has three,
+and gathers their common input in a PrepareModuleInput), so the input of each sublayer is gathered once, by the
 ColwiseParallel of its only consumer.
 """
 
@@ -33,7 +33,7 @@ def open_dtensor(stem: Stem, contender: Contender, place: Place) -> Iterator[Aut
 
 
 def parallel(network: Layers, size: int, along_sequence: bool) -> Layers:
-    """`network`, cut in place."""
+    """`network`, sharded in place."""
     between = Shard(1) if along_sequence else Replicate()
     into, out_of = ColwiseParallel(input_layouts=between), RowwiseParallel(output_layouts=between)
     plan = {"attention.qkv": into, "attention.projection": out_of, "mlp.fc1": into, "mlp.fc2": out_of}

@@ -1,11 +1,11 @@
-"""Bytes of the tensor mesh that no product hides: between the start of a collective and its wait, what is computed?
+"""Bytes of the tensor mesh that no product hides: is anything computed between the start of a collective and its wait?
 
     python -m benchmarks.tensor.exposed [--only 'stationary 1x8*'] [--cluster h100]
 
 The layers of a GPT stage run forward and backward on the meta device, as one rank of a row x col mesh in name only,
 with NCCL's collectives and CUDA's panel sizes. A collective runs on a stream of its group from its start, after those
-that were started before; the rank goes on to compute, and stands still where it calls `wait` too early. Only matrix
-products take time here: attention and elementwise operations do not count, and collectives of every size do.
+that were started before; the rank continues to compute, and stalls if it calls `wait` too early. Only matrix products
+take time here: attention and elementwise operations do not count, and collectives of every size do.
 
     no product    of the bytes, those of collectives without any product between start and wait
     waited for    time that the rank stands still, of the time of all collectives, at the cluster's rates. A product
@@ -40,17 +40,18 @@ from ranvier.tensor.split.linear import SplitLinear
 from ranvier.tensor.weight_gradients import WeightGradients, root_of
 
 LAYERS = 8
-"""Of a stage. What its first weight and its last gradients expose counts once, whatever their number."""
+"""Layers of a stage. The exposed bytes of its first weight and its last gradients count once, for any number of
+layers."""
 _PRODUCTS = {torch.ops.aten.mm: (0, 1), torch.ops.aten.addmm: (1, 2), torch.ops.aten.addmm_: (1, 2),
              torch.ops.aten.bmm: (0, 1), torch.ops.aten.baddbmm: (1, 2), torch.ops.aten.baddbmm_: (1, 2)}
-"""Operation -> its arguments that are multiplied."""
+"""Operation -> indices of its arguments that are multiplied."""
 _IN_PLACE = {torch.ops.aten.addmm_, torch.ops.aten.baddbmm_}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Transfer:
-    """One collective. flop: of the products that were issued between its start and its wait. waited_seconds: that the
-    rank stood still for it."""
+    """One collective. flop: of the products that were issued between its start and its wait. waited_seconds: stall of
+    the rank for it."""
 
     name: str
     num_bytes: int
@@ -61,7 +62,7 @@ class Transfer:
 
 @dataclass(kw_only=True, eq=False)
 class Clock:
-    """The compute stream of a rank: what products have been issued, and when the last one ends."""
+    """The compute stream of a rank: FLOP of the issued products, and when the last one ends."""
 
     flops_per_second: float = 1e15
     bytes_per_second: float = 1e12
@@ -71,7 +72,7 @@ class Clock:
 
 
 class Products(TorchDispatchMode):
-    """Adds matrix products to a clock, while it is active."""
+    """While active, adds matrix products to a clock."""
 
     def __init__(self, clock: Clock) -> None:
         super().__init__()
@@ -92,7 +93,7 @@ class Products(TorchDispatchMode):
 
 
 class _Pending:
-    """The `Work` of a collective that notes what was computed when it is first waited for."""
+    """The `Work` of a collective, which records the computation so far at the first wait."""
 
     def __init__(self, work: Any, clock: Clock, name: str, num_bytes: int, free: float) -> None:
         self._work, self._clock, self._name, self._bytes = work, clock, name, num_bytes
@@ -139,8 +140,8 @@ for _name in ("all_gather", "reduce_scatter", "all_reduce", "broadcast", "reduce
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """Layers on a row x col mesh. sequences: of a row. deferred: whether weight gradients wait until the backward has
-    passed all layers. at: (row, col) of the rank."""
+    """Layers on a row x col mesh. sequences: sequences of a row. deferred: whether weight gradients wait until the
+    backward has passed all layers. at: (row, col) of the rank."""
 
     scheme: str
     row: int
@@ -154,7 +155,7 @@ class Case:
 
     @property
     def settings(self) -> Settings:
-        """By the name of the scheme."""
+        """Settings by the name of the scheme."""
         return SETTINGS[self.scheme]
 
     def __str__(self) -> str:
@@ -173,12 +174,13 @@ HELD = [Case(scheme=scheme, row=row, col=col, sequences=sequences, sequence=4096
                                  ("stationary-sequence", 2, 4), ("megatron-sequence", 1, 8))
         for hidden in (4096, 8192) for sequences in (1, 4) for recomputed, deferred in (
             (False, False), (True, False), (False, True))]
-"""Cases in which at most `LIMIT` of the bytes may have no product beside them."""
+"""Cases in which at most the share `LIMIT` of the bytes may be hidden by no product."""
 LIMIT = 0.51
-"""Of eight columns with one sequence and deferred products: half of each activation, in the first of two panels."""
+"""The share with eight columns, one sequence and deferred products: half of each activation, in the first of two
+panels."""
 WAITED = {4096: 0.61, 8192: 0.56}
-"""Of the time of all collectives, what a rank may stand still at the rates of an H100, by hidden size; the most is that
-of the same cases. More panels would hide more, and lose more than that by their products (`layout.panels`)."""
+"""Hidden size -> share of the time of all collectives that a rank may stall at the rates of an H100, which is that of
+the same cases. More panels would hide more, but their products would lose more than that (`layout.panels`)."""
 CASES = HELD + [Case(scheme=scheme, row=row, col=col, sequences=1, sequence=4096, hidden=8192)
                 for scheme, row, col in (("megatron", 1, 8), ("summa", 4, 4), ("keep-weights", 4, 4))]
 
@@ -234,7 +236,7 @@ def hidden_bytes(several: Sequence[Transfer]) -> tuple[int, int]:
 
 
 def waited_share(several: Sequence[Transfer]) -> float:
-    """Time that the rank stands still, of the time of all collectives."""
+    """Stall of the rank as a share of the time of all collectives."""
     return sum(one.waited_seconds for one in several) / (sum(one.seconds for one in several) or 1.0)
 
 

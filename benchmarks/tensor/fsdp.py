@@ -1,6 +1,6 @@
 """FSDP2 (`fully_shard`) over Gloo: each rank has its share of the sequences, and gathers one layer's weights at a time.
 
-Its backward reduces the gradients of the weights, layer by layer; the other contenders have nothing of that kind.
+Its backward reduces the gradients of the weights, layer by layer, which the other contenders do not need.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from benchmarks.tensor.stem import Stem
 
 @contextmanager
 def open_fsdp(stem: Stem, contender: Contender, place: Place) -> Iterator[AutogradStack]:
-    """Each layer is a unit, and so is the root, which has no parameters of its own."""
+    """Each layer is a unit, and so is the root, which has no other parameters."""
     if stem.microbatch % place.size:
         raise ValueError(f"{place.size} ranks do not divide a microbatch of {stem.microbatch} sequences")
     with default_group(place):
         network, mesh = stem.network(), init_device_mesh("cpu", (place.size,))
         for unit in (*network.children(), network):
             fully_shard(unit, mesh=mesh)
-            # Gradients are sums over the microbatch. Gloo has no scaled sum, and each unit has settings of its own.
+            # Gradients are sums over the microbatch. Gloo has no scaled sum, and each unit has its own settings.
             unit.set_gradient_divide_factor(1.0)
             unit.set_force_sum_reduction_for_comms(True)
         yield AutogradStack(network, dim=0)

@@ -1,12 +1,13 @@
-"""What a layer keeps on each rank, counted, and the largest batch that fits: Figure 9 of Xu et al., 2021 (Optimus).
+"""Bytes that a layer keeps on each rank, counted, and the largest batch that fits: Figure 9 of Xu et al., 2021
+(Optimus).
 
     python -m benchmarks.tensor.limits [--quick] [--ranks 4 16] [--budget-gib 16]
 
 The first table is of one layer and microbatch in bf16, as autograd keeps it, next to the closed formula: 34 s b h / p,
-for Megatron s b h (10 + 24 / p). That formula counts two masks of dropout, 2 s b h, which are drawn again here and not
+for Megatron s b h (10 + 24 / p). That formula counts two dropout masks, 2 s b h, which are drawn again here and not
 kept; it leaves out the statistics of two norms (fp32) and the logarithms of attention's sums (fp32, one a head and
-position). `rest` is what these leave unexplained. "again" is the same of a layer that is being recomputed: what its
-products have gathered stays for their backward.
+position). `rest` is the unexplained difference. "again" is the count for a layer that is being recomputed: operands
+that its products have gathered stay for their backward.
 
 The second is the largest batch whose ranks need no more than the budget: fp32, AdamW, every layer checkpointed, one
 microbatch, and N, s, h, n as in the paper's Table 2 (9 ranks: half of its 36). Memory is that of `ranvier check`, with
@@ -49,14 +50,14 @@ from ranvier.tensor.split.linear import SplitLinear
 TABLE_2 = {4: (2048, 32), 9: (3060, 36), 16: (4096, 64), 36: (6120, 72), 64: (8192, 128)}
 """Ranks -> h, n."""
 PAPER_RAN = {"megatron": {4: 60, 16: 60, 36: 40, 64: 30}, "summa": {4: 96, 16: 192, 36: 288, 64: 384}}
-"""Batches of Table 2."""
+"""Batches of Table 2, by ranks."""
 COLOURS = {"megatron": "tab:red", "megatron-sequence": "tab:purple", "summa": "tab:orange", "stationary": "tab:blue",
            "stationary best": "tab:green"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Kept:
-    """Bytes of a layer on a rank; see the module."""
+    """Bytes of a layer on a rank; see the module's docstring."""
 
     counted: int
     formula: float
@@ -70,10 +71,10 @@ class Kept:
 
 
 def kept(scheme: Scheme, row: int, col: int, config: Transformer, batch: int) -> Kept:
-    """Of one microbatch in bf16, attention fused."""
+    """Bytes of one microbatch in bf16 with fused attention."""
     shape = dict(row=row, col=col, batch=batch, sequence=config.sequence, hidden=config.hidden, heads=config.heads)
     tokens, ranks = batch * config.sequence, row * col
-    common = 1 if scheme == "megatron" else ranks  # Megatron's ranks all keep what lies between products
+    common = 1 if scheme == "megatron" else ranks  # all ranks of Megatron keep tensors between products
     own_tokens = tokens / (ranks if scheme == "megatron-sequence" else row)
     return Kept(counted=_counted(scheme, row, col, config, batch, recomputed=False),
                 again=_counted(scheme, row, col, config, batch, recomputed=True),
@@ -106,7 +107,7 @@ def run_of(scheme: Scheme, row: int, col: int, config: Transformer, batch: int) 
 
 
 def needed(scheme: Scheme, row: int, col: int, config: Transformer, batch: int) -> dict[str, int]:
-    """Category -> bytes on a rank. All but the first two layers are like the second, and are not laid out."""
+    """Category -> bytes on a rank. Layers after the second are like the second, and are not laid out."""
     one, two = (laid_out(run_of(scheme, row, col, replace(config, num_layers=layers), batch))[1][0].device
                 for layers in (1, 2))
     return {name: size + (config.num_layers - 1) * (two[name] - size) for name, size in one.items()}
@@ -152,13 +153,13 @@ def limit(scheme: Scheme, row: int, col: int, config: Transformer, budget: int) 
 
 
 def limits(ranks: int, config: Transformer, budget: int) -> list[dict]:
-    """Of every scheme on so many ranks, a square number."""
+    """The limits of every scheme on `ranks` ranks, a square number."""
     side = isqrt(ranks)
     found = [{"name": name, **limit(scheme, row, col, config, budget)} for name, scheme, row, col in (
         ("megatron", "megatron", 1, ranks), ("megatron-sequence", "megatron-sequence", 1, ranks),
         ("summa", "summa", side, side), ("stationary", "stationary", side, side))]
     batch = found[-1]["batch"] or ranks
-    batch = max(ranks, batch - batch % ranks)  # which all numbers of rows divide
+    batch = max(ranks, batch - batch % ranks)  # a multiple of all numbers of rows
     try:
         row, col = best_shape(ranks, batch=batch, sequence=config.sequence, hidden=config.hidden, heads=config.heads,
                               scheme="stationary", recompute="kept")

@@ -42,7 +42,7 @@ def open_ours(stem: Stem, contender: Contender, place: Place) -> Iterator[OurSta
 
 
 class _AtOnce:
-    """Weight gradients are added to the parameters' as the backward finds them, as in a stage of one microbatch."""
+    """Adds weight gradients to those of the parameters during the backward, as in a stage with one microbatch."""
 
     defers, forward_bytes = False, 0
 
@@ -97,7 +97,7 @@ class OurStack:
         return x.grad
 
     def finish(self) -> None:
-        """One sum of all that is replicated, as the engine has it once a step."""
+        """Sum gradients of all replicated parameters in one collective, as the engine does once a step."""
         groups = {"row": self.tensor_mesh.over_rows, "col": self.tensor_mesh.over_cols}
         for axis, parameters in self._summed.items():
             if parameters and len(groups[axis].ranks) > 1:

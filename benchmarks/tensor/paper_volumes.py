@@ -1,4 +1,4 @@
-"""Formulas of papers beside which counted bytes and memory are printed: Table 1 of Xu et al., 2021 (Optimus), and the
+"""Formulas of papers with which counted bytes and memory are compared: Table 1 of Xu et al., 2021 (Optimus), and the
 activations of Korthikanti et al., 2022."""
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from typing import Any, Literal
 from ranvier.cost.volume import Scheme, Volume, block_volume, transformer_layer
 
 PRODUCTS = {"qkv": (1, 3), "projection": (1, 1), "fc1": (1, 4), "fc2": (4, 1)}
-"""The products of a transformer layer: widths of what goes in and comes out, in multiples of h."""
+"""The products of a transformer layer: widths of inputs and outputs, in multiples of h."""
 
 
 def layer_volume(scheme: Scheme, *, hidden: int, **sizes: Any) -> Volume:
@@ -18,7 +18,7 @@ def layer_volume(scheme: Scheme, *, hidden: int, **sizes: Any) -> Volume:
 
 
 def product_volumes(scheme: Scheme, *, hidden: int, **sizes: Any) -> dict[str, Volume]:
-    """Each product's own."""
+    """Volume of each product."""
     return {name: block_volume([layer], scheme, hidden=hidden, **sizes)
             for name, layer in zip(PRODUCTS, transformer_layer(hidden), strict=True)}
 
@@ -39,9 +39,9 @@ def paper_elements(scheme: Literal["summa", "megatron"], *, ranks: int, batch: i
 
 def activation_bytes(scheme: Scheme, *, row: int, col: int, batch: int, sequence: int, hidden: int, heads: int,
                      fused_attention: bool) -> float:
-    """What a rank keeps of one layer and microbatch for its backward, in half precision, with dropout.
+    """Bytes that a rank keeps of one layer and microbatch for its backward, in half precision, with dropout.
 
-    fused_attention: no scores [b, n, s, s] are kept. megatron keeps what its ranks hold in common, 10 s b h, on each.
+    fused_attention: no scores [b, n, s, s] are kept. megatron keeps replicated activations, 10 s b h, on each rank.
     """
     ranks, activation = row * col, batch * sequence * hidden
     scores = 0 if fused_attention else 5 * batch * heads * sequence**2

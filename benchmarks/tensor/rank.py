@@ -2,8 +2,8 @@
 
     python -m benchmarks.tensor.rank PORT PREFIX [RANK]       without RANK where mpiexec numbers the ranks
 
-It sets itself up, runs one step whose results are compared, and then waits for commands in the driver's store, asleep.
-A command is a number of steps; one step more is run before them and not timed.
+It sets itself up, runs one step whose results are compared, and then sleeps until there is a command in the driver's
+store. A command is a number of steps; one more step is run before them and not timed.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def main(port: int, prefix: str, rank: int | None) -> None:
     imports_bytes = psutil.Process().memory_info().rss
     with build(stem, contender, place_of(port, prefix, rank, contender.ranks)) as stack:
         x, dy = (stack.share(whole) for whole in (stem.inputs(), stem.output_gradients()))
-        found = checked(stack, x, dy)  # what a `Team` adds up over the ranks and calls losses
+        found = checked(stack, x, dy)  # a `Team` adds these up over the ranks and calls them losses
         control.set(f"ready/{rank}", json.dumps({"losses": found if rank == 0 else [None],
                                                  "report": {"saved_bytes": stack.saved_bytes(x)}}))
         command = 0
@@ -42,7 +42,7 @@ def main(port: int, prefix: str, rank: int | None) -> None:
 
 
 def checked(stack: Stack, x: Tensor, dy: Tensor) -> list[float]:
-    """What one step computes, as `figures`."""
+    """The results of one step, as `figures`."""
     y, dx = stack.forward(x), stack.backward(dy)
     stack.finish()
     found = figures(stack.assemble(y), stack.assemble(dx), stack.gradients())
@@ -51,8 +51,8 @@ def checked(stack: Stack, x: Tensor, dy: Tensor) -> list[float]:
 
 
 def timed(stack: Stack, x: Tensor, dy: Tensor, steps: int, imports_bytes: int) -> dict:
-    """`steps` + 1 steps, the first not timed. spans: of each, start and end of forward, backward and finish on the
-    machine's clock; all ranks begin each of them together."""
+    """Run `steps` + 1 steps, the first untimed. spans: of each step, start and end of forward, backward and finish on
+    the machine's clock; all ranks begin each of them together."""
     trim()
     peak_is_new, rest_bytes = reset_peak(), psutil.Process().memory_info().rss
     spans: list[list[tuple[float, float]]] = []
@@ -76,14 +76,14 @@ def timed(stack: Stack, x: Tensor, dy: Tensor, steps: int, imports_bytes: int) -
 
 
 def trim() -> None:
-    """Give back what earlier blocks and the check have freed, so that the peak is that of the steps."""
+    """Give back memory that earlier blocks and the check have freed, so that the peak is that of the steps."""
     gc.collect()
     with contextlib.suppress(AttributeError, OSError):
         ctypes.CDLL(None).malloc_trim(0)
 
 
 def reset_peak() -> bool:
-    """Have the most resident memory counted from now on; False where the system cannot."""
+    """Reset the peak of resident memory; returns False if the system cannot."""
     try:
         Path("/proc/self/clear_refs").write_text("5")
     except OSError:

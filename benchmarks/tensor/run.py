@@ -2,8 +2,8 @@
 
     python -m benchmarks.tensor.run [--quick] [--only 'dtensor*' fsdp2] [--base dtensor-sp]
 
-Contenders take turns in blocks of --steps timed steps after one that is not timed, --rounds times, forwards and
-backwards through the list in turn. Their processes stay from round to round and sleep meanwhile, where memory allows;
+Contenders take turns in blocks of --steps timed steps after one untimed step, --rounds times, alternately forwards and
+backwards through the list. If memory allows, their processes stay from round to round and sleep between their turns;
 otherwise each block starts its own. Before any time counts, y, dx and all gradients are compared with plain PyTorch's.
 Ratios are of speeds, above 1 is faster than the base, formed within each round: median [least, greatest].
 """
@@ -31,17 +31,18 @@ from benchmarks.tensor.team import PHASES, Block, StackTeam
 from ranvier.system.machine import available_cores
 
 _IDLE_BYTES, _ACTIVE_BYTES = 400 << 20, 2 << 30
-"""Memory of a process whose turn it is not, without weights; what the contender whose turn it is takes beyond that."""
+"""Memory of a process between its turns, without weights; additional memory of the contender whose turn it is."""
 _RATIOS = {"forward": ("forward",), "backward": ("backward",), "both": ("forward", "backward")}
 
 
 class WorkDiffers(RuntimeError):
-    """A contender that computes something else; its times mean nothing."""
+    """A contender computes something else, so its times mean nothing."""
 
 
 def measure(stem: Stem, chosen: Sequence[Contender], stand: Stand, *, rounds: int, steps: int,
             say: Callable[[str], None] = print) -> list[dict]:
-    """One entry for each contender, as JSON can hold it. WorkDiffers, or TeamFailed with what a rank printed."""
+    """One entry for each contender, as JSON can represent it. Raises WorkDiffers, or TeamFailed with a rank's
+    output."""
     y, dx, gradients = reference(stem)
     wanted = figures(y, dx, gradients.items())
     del y, dx, gradients
@@ -80,7 +81,7 @@ def measure(stem: Stem, chosen: Sequence[Contender], stand: Stand, *, rounds: in
 
 
 def check_work(name: str, got: Sequence[float], wanted: Sequence[float]) -> float:
-    """The largest relative difference; WorkDiffers where it is above that of sums in fp32 in different orders."""
+    """The largest relative difference; WorkDiffers if it is above that of fp32 sums in different orders."""
     differ_by = [abs(a - b) / abs(b) for a, b in zip(got, wanted, strict=True)]
     if not all(value <= LOSS_TOLERANCE for value in differ_by):  # nan is not
         raise WorkDiffers(f"no ratios: {name} does not compute what plain PyTorch does. Sums over y, dx, gradients:\n"
@@ -89,7 +90,7 @@ def check_work(name: str, got: Sequence[float], wanted: Sequence[float]) -> floa
 
 
 def add_ratios(entries: Sequence[dict], base: str) -> None:
-    """Speed over that of `base`, round by round, into each entry."""
+    """Add the speed relative to `base`, round by round, to each entry."""
     (against,) = (entry for entry in entries if entry["name"] == base)
     for entry in entries:
         entry["speed_over_base"] = {name: asdict(ratios(_seconds(against, phases), _seconds(entry, phases)))
@@ -97,7 +98,7 @@ def add_ratios(entries: Sequence[dict], base: str) -> None:
 
 
 def _seconds(entry: dict, phases: Sequence[str]) -> list[float]:
-    """Of each round the median over its steps, the phases together."""
+    """For each round, the median over its steps of the seconds of these phases together."""
     return [median(map(sum, zip(*(one["phase_seconds"][phase] for phase in phases), strict=True)))
             for one in entry["rounds"]]
 

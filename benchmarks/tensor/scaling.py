@@ -1,13 +1,13 @@
-"""Weak and strong scaling of the layers alone, as Tables 2 and 3 of Xu et al., 2021 (Optimus), in CPU's sizes.
+"""Weak and strong scaling of the layers alone, as in Tables 2 and 3 of Xu et al., 2021 (Optimus), in sizes for CPUs.
 
     python -m benchmarks.tensor.scaling [--quick] [--kind weak strong] [--ranks 4 9] [--only 'summa*'] [--no-times]
 
 weak: b, h and n in proportion to q = sqrt(ranks), with as many layers and as long sequences; strong: one size. Every
-size is also run on 1 rank, in the same rounds: efficiency is that rank's time over ranks x time. Where ranks share
-cores, it is also given by cores, min(ranks, cores) x time, and of processor time, which is what the work costs
-whatever it waits for (a rank that polls for messages costs some too). Received bytes are counted (`counted`).
+size is also run on 1 rank, in the same rounds: efficiency is that rank's time over ranks x time. If ranks share cores,
+it is also given by cores, min(ranks, cores) x time, and by processor time, which excludes waits (except that a rank
+that polls for messages uses some). Received bytes are counted (`counted`).
 
-The last table grows the problem so that a rank's bytes per its FLOP stay those of 4 ranks, each line its own, with b
+The last table grows the problem so that a rank's bytes per FLOP stay those of 4 ranks, separately for each line, with b
 and n in proportion to h, and fits W ~ p^x over 4 ... 1024 ranks; `last` is x between the last two. Bytes are those of
 the layers on the meta device, without checkpointing, and of the paper's Table 1, whose broadcasts over q ranks cost
 log2(q) times their size. The paper's claims: Megatron W ~ p^3, Optimus W ~ (sqrt(p) log p)^3.
@@ -44,15 +44,15 @@ MANY_RANKS = (4, 16, 64, 256, 1024)
 
 
 def stem_of(kind: str, ranks: int, options: argparse.Namespace) -> Stem:
-    """The problem on so many ranks. options: sizes of 1 rank for weak, of all for strong."""
+    """The problem on `ranks` ranks. options: sizes of 1 rank for weak scaling, of all ranks for strong."""
     side = isqrt(ranks) if kind == "weak" else 1
     return Stem(num_layers=options.layers, sequence=options.sequence, hidden=options.hidden * side,
                 heads=options.heads * side, microbatch=options.microbatch * side)
 
 
 def contenders_of(stem: Stem, ranks: int, transport: str) -> list[Contender]:
-    """One rank; Megatron on 1 x p, summa and stationary on q x q, and stationary's best shape. Those that do not divide
-    the problem are left out."""
+    """One rank; Megatron on 1 x p, summa and stationary on q x q, and stationary's best shape. Meshes that do not
+    divide the problem are left out."""
     side = isqrt(ranks)
     shapes: list[tuple[str, Scheme, int, int]] = [("megatron", "megatron", 1, ranks), ("summa", "summa", side, side),
                                                  ("stationary", "stationary", side, side)]
@@ -73,7 +73,7 @@ def _contender(name: str, scheme: Scheme, row: int, col: int, transport: str) ->
 
 
 def counted_bytes(scheme: Scheme, mesh: tuple[int, int], stem: Stem) -> dict[str, float]:
-    """What a rank receives in a forward and in a backward of the stem, norms' statistics included."""
+    """Bytes that a rank receives in a forward and in a backward of the stem, including statistics of norms."""
     sizes = Sizes(batch=stem.microbatch, sequence=stem.sequence, hidden=stem.hidden, heads=stem.heads,
                   dtype=stem.torch_dtype)
     one = count_layer(Meter(scheme, *mesh), sizes)
@@ -83,8 +83,8 @@ def counted_bytes(scheme: Scheme, mesh: tuple[int, int], stem: Stem) -> dict[str
 
 
 def add_efficiency(entries: Sequence[dict], cores: int) -> None:
-    """Against the first entry, one rank: by ranks, by cores, of processor time; round by round, so that a machine that
-    others use too slows both."""
+    """Add the efficiency relative to the first entry, one rank: by ranks, by cores and by processor time; round by
+    round, so that other load on the machine slows both."""
     for entry in entries:
         both = list(zip(entries[0]["rounds"], entry["rounds"], strict=True))
         entry["efficiency"] = {}
@@ -136,14 +136,14 @@ def shown(entries: Sequence[Mapping]) -> str:
 
 
 def flops(sizes: Sizes) -> float:
-    """Of a layer, forward and backward."""
+    """FLOP of a layer, forward and backward."""
     tokens = sizes.batch * sizes.sequence
     return 72 * tokens * sizes.hidden**2 + 12 * tokens * sizes.sequence * sizes.hidden
 
 
 def sizes_of(hidden: float, ranks: int, sequence: int) -> Sizes:
-    """About as wide as `hidden`, as all meshes of so many ranks divide it: b = 3 h / 64 as in the paper's Table 2,
-    n = h / 64 where so many ranks divide that."""
+    """Sizes with about the width `hidden`, which all meshes of `ranks` ranks divide: b = 3 h / 64 as in the paper's
+    Table 2, n = h / 64 if that many ranks divide it."""
     def multiple(size: float, of: int) -> int:
         return max(1, round(size / of)) * of
 
@@ -153,7 +153,8 @@ def sizes_of(hidden: float, ranks: int, sequence: int) -> Sizes:
 
 
 def counted_on(scheme: Scheme, square: bool) -> Callable[[Sizes, int], tuple[float, tuple[int, int]]]:
-    """Bytes that a layer receives on so many ranks, forward and backward, and the mesh."""
+    """Returns a function for the bytes that a layer receives on a number of ranks, forward and backward, and the
+    mesh."""
     def count(sizes: Sizes, ranks: int) -> tuple[float, tuple[int, int]]:
         mesh = (isqrt(ranks), isqrt(ranks))
         if scheme == "megatron":
@@ -177,11 +178,11 @@ def table_1(scheme: Scheme) -> Callable[[Sizes, int], tuple[float, tuple[int, in
 
 def grown(count: Callable[[Sizes, int], tuple[float, tuple[int, int]]], ranks: Sequence[int], hidden: int,
           sequence: int) -> list[dict]:
-    """For each number of ranks the problem that has the bytes per FLOP of the first."""
+    """For each number of ranks, the problem that has the bytes per FLOP of the first."""
     found: list[dict] = []
     for size in ranks:
         wish = found[-1]["hidden"] if found else hidden
-        for _ in range(8):  # the ratio falls about as 1 / h
+        for _ in range(8):  # the ratio falls roughly as 1 / h
             sizes = sizes_of(wish, size, sequence)
             received, mesh = count(sizes, size)
             ratio = size * received / flops(sizes)
@@ -201,7 +202,7 @@ def exponent(points: Sequence[Mapping]) -> float:
 
 
 def claims(ranks: Sequence[int]) -> dict[str, list[dict]]:
-    """The paper's two growths."""
+    """The two growth laws that the paper claims."""
     return {"p^3": [{"ranks": size, "flops": size**3} for size in ranks],
             "(sqrt(p) log p)^3": [{"ranks": size, "flops": (size**0.5 * log(size)) ** 3} for size in ranks]}
 

@@ -1,10 +1,10 @@
-"""What every contender computes: a stack of GPT layers between given tensors, without embedding and head.
+"""The work of every contender: a stack of GPT layers between given tensors, without embedding and head.
 
     x [B, S, H] -> layer0 -> layer1 -> ... -> y, then the gradients of x and of all parameters from a given dy
 
-Layers are those of `ranvier.models.gpt`, for everyone, under the same names. A contender may cut them and its tensors
-as its experts would, but sizes, weights, x and dy come from here. Biases and norms start from random numbers too, so
-that none can be left out, or counted twice, unseen.
+All contenders use the layers of `ranvier.models.gpt`, under the same names. A contender may shard them and its tensors
+as its experts would, but sizes, weights, x and dy come from here. Biases and norms also start from random numbers, so
+that none can be left out, or counted twice, unnoticed.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Stem:
         return self.num_layers * (12 * self.hidden + 13) * self.hidden
 
     def network(self) -> Layers:
-        """The whole stack with its initial weights."""
+        """The full stack with its initial weights."""
         network = Layers(self)
         for name, parameter in network.named_parameters():
             initialise(parameter, name, Initial("normal", 0.02 if parameter.dim() > 1 else 0.1), self.seed)
@@ -81,7 +81,7 @@ class Layer(nn.Module):
 
 
 class Layers(nn.Module):
-    """The whole stack: parameters are called layer0.attention.norm.weight and so on."""
+    """The full stack: parameters are called layer0.attention.norm.weight and so on."""
 
     def __init__(self, stem: Stem) -> None:
         super().__init__()
@@ -105,7 +105,7 @@ def reference(stem: Stem) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
 
 
 def figures(y: Tensor, dx: Tensor, gradients: Iterable[tuple[str, Tensor]]) -> list[float]:
-    """Sums of squares over y, over dx and over all gradients, in which positions count differently."""
+    """Sums of squares over y, over dx and over all gradients, in which positions have different weights."""
     return [_weighted("y", y), _weighted("dx", dx), sum(_weighted(name, tensor) for name, tensor in gradients)]
 
 

@@ -13,21 +13,21 @@ PHASES = ("forward", "backward", "finish")
 
 @dataclass(frozen=True, kw_only=True)
 class Block:
-    """Some steps of one contender; what is per rank has an entry for each."""
+    """Some steps of one contender; values per rank have one entry for each rank."""
 
     phase_seconds: dict[str, tuple[float, ...]]
-    """Of each phase, for each step: from the first rank's start to the last rank's end."""
+    """Seconds of each phase, for each step: from the first rank's start to the last rank's end."""
     cpu_seconds: float
-    """Per step, all ranks together."""
+    """CPU seconds per step, all ranks together."""
     peak_bytes: tuple[int, ...]
     peak_above_imports_bytes: tuple[int, ...]
     peak_above_rest_bytes: tuple[int, ...]
-    """Above what is resident before the steps: weights are, gradients and activations are not."""
+    """Peak above the memory that is resident before the steps: weights are, gradients and activations are not."""
     peak_is_new: bool
-    """Whether the peaks are of these steps; otherwise of all since the start, the check included."""
+    """Whether the peaks are those of these steps; otherwise of all steps since the start, including the check."""
 
     def seconds(self, *phases: str) -> float:
-        """Median over the steps of the phases together."""
+        """Median over the steps of the seconds of these phases together."""
         return median(map(sum, zip(*(self.phase_seconds[phase] for phase in phases), strict=True)))
 
 
