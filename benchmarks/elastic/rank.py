@@ -1,4 +1,4 @@
-"""One rank of a contender of ours: `python -m benchmarks.elastic.rank RUN.toml [--pin]`, which starts all ranks.
+"""One rank of one of our contenders: `python -m benchmarks.elastic.rank RUN.toml [--pin]`, which starts all ranks.
 
 --pin gives each rank its own core. AutoPipe then assumes that all ranks together have only one core.
 """

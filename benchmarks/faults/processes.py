@@ -59,7 +59,7 @@ class Start:
             self._top = subprocess.Popen(command(launcher, ranks, program), stdin=subprocess.DEVNULL, stdout=file,
                                          stderr=file, start_new_session=True, env=os.environ | {MARK: self._mark})
 
-    # ------------------------------------------------------------------ what there is
+    # ------------------------------------------------------------------ its processes
 
     @property
     def pid(self) -> int:

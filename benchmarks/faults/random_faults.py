@@ -181,8 +181,8 @@ _WORDS = ("to", "be", "or", "not", "that", "is", "the")
 
 
 class Training:
-    """One run from its first start until it is complete. mesh: of all starts; None for another one each time. manual:
-    frozen layers by step, of an elastic run."""
+    """One run from its first start until it is complete. mesh: mesh of all starts; None for a different one each time.
+    manual: frozen layers of an elastic run by step."""
 
     def __init__(self, soak: Soak, draw: random.Random, tally: Tally, references: dict[tuple[Mesh, str], list[float]],
                  mesh: Mesh | None, manual: str = "", also: Mapping[str, object] = MappingProxyType({})) -> None:

@@ -1,8 +1,8 @@
 """One case of the soak: a start with a fault, the start after it, and the verdict.
 
     start, fault at a drawn step -> everything is gone within the limit, no process is left, nothing claims success
-    start again, --resume auto   -> from the newest whole checkpoint to the end, with the losses of an undisturbed run
-                                    and every step's metrics once
+    start again, --resume auto   -> from the newest undamaged checkpoint to the end, with the losses of an undisturbed
+                                    run and every step's metrics once
 
 The faults themselves are in `benchmarks.faults.kinds`.
 """
@@ -105,8 +105,8 @@ class Trial:
         self.outcome.problems.append(what)
 
     def start(self, *, faults: tuple[str, ...] = (), paced: bool = False, **more: float) -> Start:
-        """Start the run. paced: slowly, so that it would go on for longer than the limit after any fault. more: as in
-        `Training.start`."""
+        """Start the run. paced: slowly, so that it would continue for longer than the limit after any fault. more: as
+        in `Training.start`."""
         if paced:
             faults = (*faults, f"slow:rank=0,call={4 * self.step + 1},for={PACE_SECONDS}")
         start = self.training.start(self.case.launcher, self.mesh, self.transport, f"start-{len(self.starts)}", faults,

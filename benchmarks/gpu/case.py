@@ -1,7 +1,7 @@
 """Shared by the cases of `benchmarks.gpu.suite`: the device, its clock, and the form of findings.
 
 A case is a generator: each finding is a dict that JSON can represent, which the suite writes immediately, so that a
-case that hangs or crashes later loses nothing. `ok` is False where a check has failed; `says` is for a person.
+case that hangs or crashes later loses nothing. `ok` is False if a check has failed; `says` is for people.
 """
 
 from __future__ import annotations

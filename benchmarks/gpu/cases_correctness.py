@@ -89,7 +89,7 @@ def parity(options: Options, *variants: str) -> Findings:
 
 
 def placements(options: Options) -> Findings:
-    """Where optimizer states are held changes no bit."""
+    """The placement of optimizer states changes no bit."""
     def losses_with(optim: dict[str, Any]) -> list[list[float]]:
         return on_one_rank(replace(options.sized(SMALL, TINY), precision="bf16", optim=optim), options.device)
 

@@ -1,7 +1,7 @@
 """One case: some contenders on the same work, block by block in turn, over several rounds.
 
     round 0    A A A A  B B B B  C C C C  ...      each letter a step; the first of each block is not timed
-    round 1    ...  C C C C  B B B B  A A A A      backwards, so that a drift of the machine favours nobody
+    round 1    ...  C C C C  B B B B  A A A A      backwards, so that a drift of the machine favours none
 
 All ratios are formed within a round. Processes are kept from round to round if memory allows, and sleep between their
 turns; otherwise each block starts its own.

@@ -11,7 +11,7 @@ simulator. All have the same blocks, times and messages:
 
     one a rank, two a rank    ours, with one and two stages on each rank, within 1F1B's memory
     two, memory 1.1           within 1.1 times that; this is the default of pipeline.memory
-    two, as ZB-V              within ZB-V's peak, or 1F1B's where that is less
+    two, as ZB-V              within ZB-V's peak, or 1F1B's if that is less
 
     bubble   share of all ranks' time, until the last one is done, in which they wait
     peak     activations of the rank that has most at once, relative to 1F1B's: from a forward to its backward what a

@@ -351,7 +351,7 @@ class Papers:
 
 
 class ByCommand(Papers):
-    """With whole steps on Summit by `ranvier simulate`."""
+    """The predictions, with full steps on Summit by `ranvier simulate`."""
 
     def on_summit(self, run: ResolvedRun, *, exact: bool = True) -> Cost:
         law = super().on_summit(run, exact=False)

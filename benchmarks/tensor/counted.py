@@ -8,7 +8,7 @@ counted separately. With checkpointing the layer is one segment that runs again 
 
 counted   payload by ring conventions: operands, outputs and gradients of the products; of the embedding the rows of
           tokens, or the table's blocks; nothing of what is small
-formula   ranvier.cost.volume; the program ends with 1 where the two differ by a byte
+formula   ranvier.cost.volume; the program ends with 1 if the two differ by a byte
 small     statistics of layer norms, ids of tokens, reductions of the loss: forward and backward apart
 a step    sums of biases and norms that ranks have in common: once a step, whatever the number of microbatches
 Table 1   of Xu et al., 2021 (Optimus), in bytes, for as many ranks: forward, and backward with its recomputation.

@@ -12,7 +12,7 @@ that its products have gathered stay for their backward.
 The second is the largest batch whose ranks need no more than the budget: fp32, AdamW, every layer checkpointed, one
 microbatch, and N, s, h, n as in the paper's Table 2 (9 ranks: half of its 36). Memory is that of `ranvier check`, with
 a vocabulary too small to count. Rows divide the batch, and columns the heads (with sequence sharding the sequence too);
-"-" where they do not. stationary's best shape is the one with the fewest bytes received at the largest batch of the
+"-" if they do not. stationary's best shape is the one with the fewest bytes received at the largest batch of the
 square mesh. The paper's Megatron stores what enters a layer in parts, b s h / p a layer, as megatron-sequence here;
 megatron stores all of it on every rank.
 """

@@ -1,6 +1,6 @@
 """One rank of a contender: a process that computes when the driver says so.
 
-    python -m benchmarks.tensor.rank PORT PREFIX [RANK]       without RANK where mpiexec numbers the ranks
+    python -m benchmarks.tensor.rank PORT PREFIX [RANK]       without RANK if mpiexec numbers the ranks
 
 It sets itself up, runs one step whose results are compared, and then sleeps until there is a command in the driver's
 store. A command is a number of steps; one more step is run before them and not timed.

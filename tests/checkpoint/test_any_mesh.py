@@ -211,7 +211,7 @@ def test_buffers_and_torchs_own_generator(tmp_path):
 
 
 def test_frozen_parameters_stay_frozen(tmp_path):
-    """Those that were frozen from the start have no state; those frozen later keep theirs."""
+    """Parameters that were frozen from the start have no state; those frozen later keep theirs."""
     def model(dtype=torch.float32):
         return frozen(gpt(CONFIG, dtype=dtype), lambda name: name.startswith("embedding.position"))
 

@@ -242,7 +242,7 @@ def test_what_all_ranks_would_need_here():
 
 
 def test_exposed_bytes_of_the_tensor_mesh_on_cuda(monkeypatch):
-    """As many as counted by running layers, except for the small sums of norms."""
+    """As many bytes as counted by running layers, except for the small sums of norms."""
     monkeypatch.setattr(exposed, "LAYERS", 2)
     for scheme, sharding, recompute in (("stationary", "false", "1"), ("megatron", "false", "none")):
         flags = {"mesh__col": "8", "model__hidden": "1024", "model__heads": "8", "model__sequence": "4096",

@@ -179,7 +179,7 @@ def test_each_condition_is_tried(runs):
     assert set(TABLE) - tried == set()
 
 
-# ---------------------------------------------------------------------- who is told
+# ---------------------------------------------------------------------- values that give warnings
 
 def warned(*layers):
     found = read.merge(layers)

@@ -124,7 +124,7 @@ def test_packed_samples_have_the_gradients_of_single_ones_on_any_mesh(mesh, sche
     assert all(abs(found - loss) < 1e-10 for found in outcome.losses)
 
 
-# ---------------------------------------------------------------------- documents of a corpus, and what is told
+# ---------------------------------------------------------------------- documents of a corpus, and notes
 
 def test_documents_are_packed_without_a_token_lost_and_the_padding_is_told(tmp_path):
     text = [f"document {number} has {'so many ' * (number % 7)}words" for number in range(200)]

@@ -172,7 +172,7 @@ def test_replicas_are_compared_every_so_many_steps():
     assert case.told == ["replicas-differ", "publish", "barrier"]
 
 
-# ---------------------------------------------------------------------- whole runs
+# ---------------------------------------------------------------------- full runs
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory):
