@@ -48,8 +48,9 @@ class NamedSetting:
 
 
 def counted(number: int, noun: str) -> str:
-    """A number with its noun: "1 rank", "2,000 ranks"."""
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+    """A number with its noun: "1 rank", "2,000 ranks", "8 microbatches"."""
+    plural = "es" if noun.endswith(("ch", "sh", "s", "x")) else "s"
+    return f"{number:,} {noun}{'' if number == 1 else plural}"
 
 
 Names = Callable[[Sequence[str | NamedSetting]], str]

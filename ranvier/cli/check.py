@@ -239,7 +239,7 @@ def print_report(report: Report, values: Sequence[tuple[str, str, str]], *, ever
         own = report.schedule[0]
         some = "" if own.num_microbatches == own.step_microbatches else f" of the step's {own.step_microbatches:,}"
         screen.print(schedule_text(report.schedule) if everything else
-                     f"schedule: at most {own.in_flight} microbatches in flight; simulated bubble with "
+                     f"schedule: at most {counted(own.in_flight, 'microbatch')} in flight; simulated bubble with "
                      f"{own.num_microbatches}{some} microbatch{'es' if own.step_microbatches > 1 else ''}: "
                      f"{own.bubble_fraction:.1%}")
     for name, text in (("learning rate", report.learning_rate), ("padding", report.padding)):

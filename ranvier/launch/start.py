@@ -457,8 +457,9 @@ def _print_choices(world: World, transport: Choice | None, device: Choice | None
             version = f" ({vendor} {'.'.join(map(str, numbers))})"
         print(f"transport {transport.value}{version}: {transport.reason}", file=stream)
     if device is not None:
-        print(f"device {device.value}: {device.reason}; threads for each of {world.local_size} ranks on "
-              f"{available_cores()} cores: {torch.get_num_threads()}", file=stream)
+        print(f"device {device.value}: {device.reason}; threads for each of "
+              f"{counted(world.local_size, 'rank')} on {counted(available_cores(), 'core')}: "
+              f"{torch.get_num_threads()}", file=stream)
 
 
 def _use_terminals() -> None:

@@ -17,7 +17,7 @@ from torch.nn import functional
 
 from ranvier.block import Initial, Model, State, alike_by_kind
 from ranvier.config.run import Transformer
-from ranvier.errors import ConfigError, ModelError, RanvierError
+from ranvier.errors import ConfigError, ModelError, RanvierError, counted
 from ranvier.tensor import layers as tensor
 
 Targets = Tensor | dict[str, Tensor]
@@ -178,9 +178,8 @@ def stack_layers(config: Transformer, dtype: torch.dtype, embedding: type[nn.Mod
 
 def transformer_in_words(family: str, settings: Transformer) -> str:
     """The sizes that all transformers have."""
-    layers, heads = (f"{count} {what}{'s' if count > 1 else ''}" for count, what in (
-        (settings.num_layers, "layer"), (settings.heads, "head")))
-    return f"{family}, {layers}, hidden {settings.hidden}, {heads}"
+    return (f"{family}, {counted(settings.num_layers, 'layer')}, hidden {settings.hidden}, "
+            f"{counted(settings.heads, 'head')}")
 
 
 def text_transformer_in_words(family: str, settings: Transformer) -> str:

@@ -6,6 +6,7 @@ import math
 from typing import assert_never
 
 from ranvier.config.run import Train
+from ranvier.errors import counted
 
 
 def learning_rate(train: Train, step: float) -> float:
@@ -42,7 +43,7 @@ def decay_start(train: Train) -> int:
 
 def describe(train: Train) -> str:
     """The schedule in words: "wsd, 0.001 after 10 steps of warmup, 1-sqrt decay from step 80 to 0 at step 100"."""
-    warmup = f" after {train.warmup_steps} steps of warmup" if train.warmup_steps else ""
+    warmup = f" after {counted(train.warmup_steps, 'step')} of warmup" if train.warmup_steps else ""
     if train.warmup_steps >= train.steps:
         return f"{train.schedule}, {train.learning_rate:g}{warmup}, of which the run has {train.steps}"
     if train.schedule == "constant":

@@ -14,7 +14,7 @@ from ranvier.config.resolve import ResolvedRun, bucket_size, chunk_size, stage_p
 from ranvier.config.rules import schedule_problems, tensor_problems
 from ranvier.config.run import Memory, Optim, Pipeline, TensorParallel
 from ranvier.cost.blocks import Stages, selectively
-from ranvier.errors import ConfigError, ModelError
+from ranvier.errors import ConfigError, ModelError, counted
 from ranvier.layout import Chunking, Layout, box_size
 from ranvier.mesh import Mesh
 from ranvier.optim.rules import rules_of
@@ -101,8 +101,9 @@ class Plan:
 
     def __str__(self) -> str:
         limits, lines = self.limits, [f"mesh       {self.mesh}", *str(self.stages).splitlines()]
-        lines.append(f"schedule   {self.policy}: at most {limits.in_flight} microbatches in flight, deferred weight "
-                     f"gradients by rank: {limits.deferred_text}" + (", in 1F1B's order" if limits.alternating else ""))
+        lines.append(f"schedule   {self.policy}: at most {counted(limits.in_flight, 'microbatch')} in flight, deferred "
+                     f"weight gradients by rank: {limits.deferred_text}"
+                     + (", in 1F1B's order" if limits.alternating else ""))
         if any(self.recomputed):
             lines.append("recomputed " + "; ".join(
                 f"stage {stage}: " + (", ".join(f"blocks {run.start} to {run.stop - 1}" for run in runs) or "nothing")

@@ -8,6 +8,7 @@ from dataclasses import asdict
 from ranvier.config.resolve import ResolvedRun
 from ranvier.cost.collectives import place_groups
 from ranvier.cost.step import Cost
+from ranvier.errors import counted
 from ranvier.mesh import mesh_text
 from ranvier.plan.limits import MemoryChoice
 from ranvier.planner.candidates import Candidate
@@ -233,8 +234,8 @@ def schedule_text(choices: Sequence[MemoryChoice], step: Cost | None = None) -> 
             ("step time", *(f"{each.step:.3f}" for each in others))]
     if all(each.limits.last is None for each in others):
         rows = [row for row in rows if row[0] != "of the last"]
-    return "\n".join([f"\nschedule: at most {own.in_flight} microbatches in flight; microbatches with deferred "
-                      f"weight gradients, by rank: {own.limits.deferred_text}; "
+    return "\n".join([f"\nschedule: at most {counted(own.in_flight, 'microbatch')} in flight; microbatches with "
+                      f"deferred weight gradients, by rank: {own.limits.deferred_text}; "
                       + ("" if max_stored is None else f"the stages of a rank hold at most {max_stored}; ")
                       + ("forwards and backwards run in 1F1B's order; " if own.limits.alternating else "")
                       + f"chosen by a simulation of {own.num_microbatches}{some} microbatches, whose bubble is "

@@ -28,7 +28,7 @@ from ranvier.data.offline.pretrained_models import folder_of
 from ranvier.data.prepare import prepare
 from ranvier.data.task import AnyTokenizer, Prepared, TokenizerWithFiles
 from ranvier.data.tokenizer import Tokenizer
-from ranvier.errors import ConfigError, DataError
+from ranvier.errors import ConfigError, DataError, counted
 from ranvier.models import any_transformers, families
 from ranvier.optim.learning_rate import describe as describe_schedule
 from ranvier.pipeline.engine import Engine
@@ -176,7 +176,7 @@ def settings_text(run: ResolvedRun, engine: Engine, world: World, data: Prepared
         "data": data.about,
         **({"padding": data.padding} if data.padding else {}),
         "batch": f"{run.batch.global_size} {unit} in microbatches of {run.batch.microbatch_size}",
-        "pipeline": f"{run.pipeline.policy}, at most {min(most, run.num_microbatches)} microbatches in flight"
+        "pipeline": f"{run.pipeline.policy}, at most {counted(min(most, run.num_microbatches), 'microbatch')} in flight"
                     + (f", deferred weight gradients by rank: {engine.limits.deferred_text}"
                        if any(engine.limits.deferred) and run.pipeline.defer_bytes == "auto" else "")
                     + ("" if engine.limits.max_stored is None else

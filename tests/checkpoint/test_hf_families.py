@@ -267,7 +267,7 @@ def test_other_pixels_than_those_of_its_training(model_of, tmp_path, capsys, cha
         with raises("image-processor-differs") if is_refused else nullcontext():
             open_trained(place, print)
             told = capsys.readouterr().out
-            assert (note is None or note in told) and ("crops no images" in told) == ("do_center_crop" in changed)
+            assert (note is None or note in told) and ("does not crop images" in told) == ("do_center_crop" in changed)
     assert run_command(["export", str(tmp_path / "run"), str(tmp_path / "there")]) == 0
     assert (tmp_path / "there/preprocessor_config.json").read_text() == document
 

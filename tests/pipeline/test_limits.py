@@ -399,6 +399,6 @@ def test_memory_against_speed():
     assert "chosen by a simulation of 24 of the step's 2,000 microbatches, whose" in shown
     few = memory_choices(replace(RUN, batch=Batch(global_size=2, microbatch_size=2)), laid_out(RUN)[0].stage_costs())
     assert few[0].limits.in_flight > 1 == max(choice.in_flight for choice in few), "with one microbatch"
-    assert "at most 1 microbatches in flight" in schedule_text(few)
+    assert "at most 1 microbatch in flight" in schedule_text(few)
     one = replace(RUN, mesh=Mesh(), pipeline=Pipeline())
     assert memory_choices(one, laid_out(one)[0].stage_costs()) == ()

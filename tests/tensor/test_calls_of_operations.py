@@ -30,7 +30,8 @@ def calls(operation) -> int:
 
 
 def test_calls_of_an_operation():
-    """On the parent commit elementwise operations take 25 to 55, views of a constant's shard 55, an index 61."""
+    """Before the dispatch was made cheaper, elementwise operations took 25 to 55, views of a constant's shard 55, an
+    index 61."""
     mesh = meta_mesh(Mesh(col=2), TensorParallel(), "cpu")
     x, table = mark(torch.randn(2, 8, 8), ColumnLayout(mesh, 2, 16)), torch.randn(16)
     heads = x.view(2, 8, 4, -1).transpose(1, 2)

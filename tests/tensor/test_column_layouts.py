@@ -174,7 +174,7 @@ RIGHT = {
 
 @pytest.mark.parametrize("name", RIGHT)
 def test_right_on_columns(name):
-    """On the parent commit: gate, router and feature gate have gradients that are up to 110 % off."""
+    """The fault that this notices: gate, router and feature gate had gradients up to 110 % off."""
     outcomes = check_split([Words(), RIGHT[name]()], IDS, schemes=["stationary", "megatron"], meshes=[(1, 2), (2, 2)])
     assert [one.status for one in outcomes] == ["agrees"] * 3
 

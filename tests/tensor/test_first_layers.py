@@ -105,7 +105,6 @@ IDS = torch.randint(20, (4, LENGTH), generator=torch.Generator().manual_seed(0))
 @pytest.mark.parametrize(("meshes", "least"), [
     ([(2, 2)], 3), pytest.param(MESHES, 11, marks=pytest.mark.slow)], ids=["2 x 2", "all"])
 def test_every_mesh_and_scheme(meshes, least):
-    """On the parent commit none of these layers exists, and a parameter outside a layer is refused."""
     blocks = [Words(), Attention(), Mixer(), Mixer(kernel=4, causal=False), Classes()]
     outcomes = check_split(blocks, (IDS, IDS[:, 0] % 3), loss=class_loss, meshes=meshes)
     assert {outcome.status for outcome in outcomes} == {"agrees"} and len(outcomes) >= least

@@ -89,7 +89,7 @@ def class_loss(scores, targets):
 @pytest.mark.parametrize(("meshes", "count"), [
     ([(2, 2)], 2), pytest.param(MESHES, 9, marks=pytest.mark.slow)], ids=["2 x 2", "all"])
 def test_routed_tokens(ids, meshes, count):
-    """On the parent commit a row without tokens for an expert pairs one weight's collectives with another's."""
+    """A row without tokens for an expert once paired one weight's collectives with another's."""
     outcomes = check_split([Words(), Experts(), Classes()], (ids, ids[:, 0] % 3), loss=class_loss,
                            schemes=["stationary", "summa", "megatron"], meshes=meshes)
     assert [one.status for one in outcomes] == ["agrees"] * count
@@ -224,7 +224,7 @@ ORDER_DIFFERS = [[*FIRST_DIFFERS[0], Microbatch(torch.stack([EVEN, ODD]), torch.
     (Mesh(row=2), "stationary", {"memory": Memory(recompute=1)}),
     (Mesh(row=2), "stationary", {"settings": TensorParallel(keep_weights=True)})])
 def test_layers_that_rows_call_in_different_number_are_named_before_the_update(mesh, scheme, options):
-    """On the parent commit the weights and gradients of different experts are combined, and nothing fails."""
+    """The fault that this notices: weights and gradients of different experts were combined, and nothing failed."""
     batches = FIRST_DIFFERS
     if mesh.row == 3:
         batches = [[Microbatch(torch.stack([ODD, EVEN, EVEN + 2]), torch.tensor([0, 1, 2]), torch.arange(3))]]

@@ -360,7 +360,7 @@ class Child(nn.Module):
 
 @pytest.mark.parametrize("reference", [weakref.ref, lambda parent: (parent,)], ids=["weak", "tuple"])
 def test_a_part_that_refers_to_its_block(reference):
-    """On the parent commit rows silently train the layers of the full model."""
+    """The fault that this notices: rows silently trained the layers of the full model."""
     class Parent(nn.Module):
         def __init__(self):
             super().__init__()

@@ -83,4 +83,5 @@ def check_pixels(folder: Path, tell: Progress) -> None:
         tell(note)
     stored = json_object(folder / PREPROCESSOR, _MOST_BYTES)
     if stored and not stored.get("do_center_crop"):
-        tell(f"{folder / PREPROCESSOR} crops no images: here those of folders are cropped, and those of CIFAR are not")
+        tell(f"{folder / PREPROCESSOR} does not crop images; Ranvier crops those of a folder (and not those "
+             "of CIFAR)")
