@@ -29,7 +29,7 @@ from ranvier.data.class_numbers import Accuracy, with_labels_of_model
 from ranvier.data.named_files import first_looks, table_name_problems, text_only, training_name
 from ranvier.data.padding import padding_of
 from ranvier.data.run_tokenizer import run_tokenizer, sentence_tokenizer
-from ranvier.data.sentences import NAMES, Columns, Sentence, Sentences, look_at_header, open_part, read_sentences
+from ranvier.data.sentences import FORM, NAMES, Columns, Sentence, Sentences, look_at_header, open_part, read_sentences
 from ranvier.data.subset import subset_settings, take_subsets
 from ranvier.data.task import Prepared, Targets, Task
 from ranvier.data.token_samples import EncoderTexts
@@ -39,8 +39,6 @@ from ranvier.errors import DataError, RanvierError
 
 SHORTEST_SEQUENCE = 3
 """[CLS], a token, [SEP]."""
-FORM = "sst2, sentiment, or a TSV file with the columns label and sentence"
-"""Description of the accepted forms of data."""
 
 
 class Labelled(EncoderTexts):

@@ -126,7 +126,7 @@ LEAST_RATING = 0.5
 _RATED = ("vaderSentiment-3.3.2/additional_resources/hutto_ICWSM_2014.tar.gz",
           "hutto_ICWSM_2014/movieReviewSnippets_GroundTruth.txt")
 _HUB = "nyu-mll/glue"
-FORM = "a TSV file with the columns label and sentence, sst2 or sentiment"
+FORM = "sst2, sentiment, or a TSV file with the columns label and sentence"
 """Description of the accepted forms of data."""
 
 

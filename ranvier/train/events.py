@@ -86,9 +86,10 @@ class StepEvent:
     """Metrics of the task after this step: "eval_accuracy", "eval_count" (samples), ..., and all metrics of named
     evaluation sets: "eval_NAME_loss", ..."""
     frozen_layers: int | None = None
-    """Number of layers that did not train in this step; None in a run that never freezes layers."""
+    """Number of layers that did not train in this step; None while all train on the run's first mesh and none may
+    freeze."""
     mesh: Mesh | None = None
-    """Mesh on which the step was taken; None in a run that never freezes layers or changes its mesh."""
+    """Mesh on which the step was taken; None with `frozen_layers`."""
     checkpoint_stall_seconds: float | None = None
     """Part of step_seconds that rank 0 waited for a checkpoint begun in this step."""
 
