@@ -30,6 +30,8 @@ from ranvier.plan.reached_objects import CodeReach, tensors_in
 
 BATCHES_BY_VALUE = 2
 _WITH_NORM = frozenset({torch.float64, torch.float32, torch.bfloat16, torch.float16})
+_WIDENED = 1 << 22
+"""Number of elements that a norm widens to fp64 at a time, in unpredicted memory."""
 
 
 class HeldParameters:
@@ -342,7 +344,8 @@ def _itself(tensor: Tensor) -> Tensor:
 
 def _norm(tensor: Tensor) -> Tensor:
     with torch.no_grad():
-        norm: Tensor = torch.linalg.vector_norm(tensor, dtype=torch.float64)
+        norms = [torch.linalg.vector_norm(piece, dtype=torch.float64) for piece in tensor.reshape(-1).split(_WIDENED)]
+        norm: Tensor = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
     return norm
 
 

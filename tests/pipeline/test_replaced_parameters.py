@@ -6,11 +6,13 @@ from functools import partial
 import pytest
 import torch
 from torch import nn
+from torch.autograd.profiler import profile
 
 from ranvier.checkpoint import state
 from ranvier.config.run import Optim, Pipeline
 from ranvier.mesh import Mesh
 from ranvier.pipeline.engine import Engine
+from ranvier.pipeline.held_parameters import changed_norms, with_norms
 from ranvier.testing.ranks import run_ranks
 from tests.covering import covering, label
 from tests.errors import raises
@@ -345,6 +347,17 @@ def test_a_parameter_that_each_replica_changes_during_a_batch(how):
     with raises("parameter-changed-in-backward", "b0.bias", 2) if how == "hook" else pytest.warns(
             UserWarning, match="parameter b0.bias .* 2 replicas"):
         run_ranks(partial(work, Mesh(data=2)), 2)
+
+
+def test_the_norm_of_a_large_parameter_needs_little_memory():
+    """No dispatch mode sees what an operation allocates and frees, and no prediction counts it."""
+    large = torch.ones(5 << 21, dtype=torch.bfloat16)
+    with profile(profile_memory=True) as seen:
+        (_, norm), = before = with_norms([large])
+    assert norm == (5 << 21) ** 0.5 and not changed_norms(before)
+    assert 0 < max(event.cpu_memory_usage for event in seen.function_events) <= 8 << 22
+    large[-1] += 2.0**-7
+    assert changed_norms(before) == [large]
 
 
 def test_a_table_that_a_forward_renormalises_is_refused_on_several_replicas():
