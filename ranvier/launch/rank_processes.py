@@ -77,8 +77,8 @@ def run_processes(target: str, size: int, transport: Literal["torch", "mpi", "mp
         else:
             commands = [[*command[:-1], f"{name}:{rank}"] for rank in range(size)]
         with open(folder / "launcher.txt", "wb") as output:
-            children = [child.start(command, environ=environment, output=output, errors=STDOUT, end_signal=None,
-                                    new_session=True) for command in commands]
+            children = [child.start(command, environ=environment, output=output, errors=STDOUT, new_session=True)
+                        for command in commands]
             try:
                 in_time = _wait_for(children, folder, time.monotonic() + timeout_seconds, may_fail)
             finally:

@@ -1,6 +1,7 @@
 """Guarantees that run_ranks and run_processes give to tests."""
 
 import os
+import signal
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -8,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from ranvier.system import child
 from ranvier.testing.ranks import RanksFailed, run_processes, run_ranks
 from ranvier.world import World
 from tests.errors import raises
@@ -82,6 +84,20 @@ def test_processes_that_do_not_end_are_killed(tmp_path):
     with ThreadPoolExecutor() as pool:
         for done in [pool.submit(_are_killed, transport, tmp_path) for transport in transports]:
             done.result()
+
+
+def test_processes_end_with_the_one_that_started_them(monkeypatch):
+    """A suite kills a row that hangs; its ranks would keep their device's memory."""
+    given = []
+
+    def start(command, **named):
+        given.append(named.get("end_signal", signal.SIGKILL))
+        raise OSError
+
+    monkeypatch.setattr(child, "start", start)
+    with pytest.raises(OSError):
+        run_processes(f"{HERE}:write_pids", 2, "torch")
+    assert given == [signal.SIGKILL]
 
 
 def test_mpi_without_mpiexec_is_named(monkeypatch):
