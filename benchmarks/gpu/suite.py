@@ -43,7 +43,7 @@ PART_SECONDS = 525.0
 _LEAST_SECONDS = 15.0
 """A row is not started with less time left."""
 _GRACE_SECONDS = 15.0
-"""Time in which a row that gets a signal to end may end its own processes."""
+"""Time in which a row that gets a signal to end may end its own processes, and then the time to end itself."""
 _ENDED_LATE, _NOT_BEGUN = 124, 77
 """Exit codes."""
 
@@ -150,7 +150,8 @@ def run_process(command: Sequence[str], seconds: float, output: IO[bytes], envir
     finally:
         with suppress(ProcessLookupError):
             os.killpg(started.pid, signal.SIGKILL)
-        started.wait()
+        with suppress(subprocess.TimeoutExpired):  # the driver may hold it
+            started.wait(_GRACE_SECONDS)
 
 
 def summary(findings: Sequence[Finding]) -> list[str]:

@@ -115,6 +115,22 @@ def test_a_row_that_hangs_costs_its_limit_and_leaves_no_process(own_rows, tmp_pa
     assert not child.exists() or child.read_text().split()[2] == "Z"
 
 
+def test_a_row_that_no_signal_ends_does_not_stop_the_others(monkeypatch):
+    """A process inside a driver that hangs ends after its call, if ever."""
+    asked = []
+
+    def wait(timeout):
+        asked.append(timeout)
+        raise subprocess.TimeoutExpired("a row", timeout)
+
+    stuck = SimpleNamespace(pid=0, wait=wait, send_signal=asked.append)
+    monkeypatch.setattr(suite.subprocess, "Popen", lambda *args, **named: stuck)
+    monkeypatch.setattr(suite.os, "killpg", lambda group, number: asked.append(number))
+    assert suite.run_process(["a row"], 1.0, None, {}) == 124
+    assert asked == [1.0, signal.SIGINT, suite._GRACE_SECONDS, signal.SIGKILL, suite._GRACE_SECONDS]
+    assert suite.PART_SECONDS + 2 * suite._GRACE_SECONDS < 570
+
+
 def test_a_row_whose_limit_is_over_shows_where_it_was(tmp_path, monkeypatch, capfd):
     def hanging(options):
         yield {"found": 1}
