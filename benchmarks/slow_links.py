@@ -197,7 +197,7 @@ class _ThrottledGroup:
         members = len(self.ranks)
         if members == 1:
             return start(*tensors, **options)
-        called_ns = torch.tensor([time.monotonic_ns()])
+        called_ns = torch.tensor([time.monotonic_ns()], device="cpu")
         before = self._inner.bytes_received
         stamp = self._inner.all_reduce(called_ns, "max")
         self._stamp_bytes += self._inner.bytes_received - before

@@ -138,7 +138,8 @@ class World:
         if not isinstance(value, (Tensor, Real)):
             raise ConfigError("is neither a tensor nor a number", code="reduce-value", where="World.all_reduce(value)",
                               value=type(value).__name__, remedy="Pass torch.as_tensor(values), or one number.")
-        reduced = _flat_copy(value if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float64))
+        reduced = _flat_copy(value if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float64,
+                                                                                  device="cpu"))
         if op in ("sum", "mean") and not reduced.dtype.is_floating_point and not reduced.dtype.is_complex:
             reduced = reduced.to(torch.int64 if op == "sum" else torch.float64)
         self._all_ranks().all_reduce(reduced, "sum" if op == "mean" else op).wait()

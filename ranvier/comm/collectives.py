@@ -302,11 +302,11 @@ class CheckedGroup:
     def gather_objects(self, value: object) -> list[Any]:
         """See `protocol.Group`. Two all-gathers of JSON text: the lengths, then the texts padded to the longest."""
         text = json.dumps(value).encode()
-        lengths = torch.empty(len(self.ranks), dtype=torch.int64)
-        self.all_gather(lengths, torch.tensor([len(text)])).wait()
+        lengths = torch.empty(len(self.ranks), dtype=torch.int64, device="cpu")
+        self.all_gather(lengths, torch.tensor([len(text)], device="cpu")).wait()
         longest = int(lengths.max())
         padded = torch.frombuffer(bytearray(text.ljust(longest)), dtype=torch.uint8)
-        texts = torch.empty(len(self.ranks), longest, dtype=torch.uint8)
+        texts = torch.empty(len(self.ranks), longest, dtype=torch.uint8, device="cpu")
         self.all_gather(texts, padded).wait()
         return [json.loads(row.numpy().tobytes()) for row in texts]
 
@@ -321,7 +321,7 @@ class CheckedGroup:
         """See `protocol.Group`: an all-gather of one byte."""
         self._check("barrier")
         if len(self.ranks) > 1:
-            here = torch.zeros(1, dtype=torch.uint8)
+            here = torch.zeros(1, dtype=torch.uint8, device="cpu")
             self._all_gather(here.new_empty(len(self.ranks)), here).wait()
 
     def close(self) -> None:

@@ -161,7 +161,7 @@ class TorchGroup(CheckedGroup):
 
     def _take(self, num_bytes: int) -> Tensor:
         """A buffer of at least this many bytes, to be put back into `_free`: new memory costs more than its copies."""
-        buffer = self._free.pop() if self._free else torch.empty(0, dtype=torch.uint8)
+        buffer = self._free.pop() if self._free else torch.empty(0, dtype=torch.uint8, device="cpu")
         return buffer if len(buffer) >= num_bytes else buffer.new_empty(num_bytes)
 
     def _all_gather(self, output: Tensor, tensor: Tensor) -> Work:
