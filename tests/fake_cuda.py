@@ -22,6 +22,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
+import warnings
 import weakref
 from collections import Counter
 from collections.abc import Iterator
@@ -234,6 +235,8 @@ class FakeCuda:
         self.host_reads[name] += 1
         if self._sync_mode == "error":
             raise RuntimeError(f"called a synchronizing CUDA operation: {name}")
+        if self._sync_mode == "warn":
+            warnings.warn(f"called a synchronizing CUDA operation: {name}", stacklevel=2)
 
     def _set_sync_mode(self, mode: str) -> None:
         self._sync_mode = mode

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, Literal
@@ -61,8 +62,10 @@ MESHES: dict[str, dict[str, Any]] = {
     "pipe 2": {"mesh": {"pipe": 2}}, "data 2": {"mesh": {"data": 2}}, "col 2": {"mesh": {"col": 2}},
     "pipe 2, tied ends": {"mesh": {"pipe": 2}, "layers": 1},
     "pipe 2 x data 2": {"mesh": {"pipe": 2, "data": 2}}, "row 2 x col 2": {"mesh": {"row": 2, "col": 2}},
-    "row 2 x col 2, bf16": {"mesh": {"row": 2, "col": 2}, "precision": "bf16"}}
-"""Only a device multiplies half precision into the fp32 sums that travel along rows and columns."""
+    "row 2 x col 2, bf16": {"mesh": {"row": 2, "col": 2}, "precision": "bf16"},
+    "col 2, compiled": {"mesh": {"col": 2}, "compile": True, "dropout": 0.1, "memory": {"recompute": 1}}}
+"""Only a device multiplies half precision into the fp32 sums that travel along rows and columns, and runs the compiled
+chains of a backward in a thread of autograd's."""
 
 
 def furthest(found: list[list[float]], expected: list[list[float]]) -> float:
@@ -85,7 +88,7 @@ def parity(options: Options, *variants: str) -> Findings:
         for name in variants or VARIANTS:
             program = replace(base, precision=precision, **known[name])
             program = replace(program, compile=options.sized(program.compile, False))
-            yield {"precision": precision, "variant": name, **attempt(lambda program=program: compare(program))}
+            yield {"precision": precision, "variant": name, **attempt(partial(compare, program))}
 
 
 def placements(options: Options) -> Findings:
@@ -94,21 +97,28 @@ def placements(options: Options) -> Findings:
         return on_one_rank(replace(options.sized(SMALL, TINY), precision="bf16", optim=optim), options.device)
 
     resident = losses_with({"offload": "none"})
-    for name in ("stream", "hybrid"):
+
+    def compare(name: str) -> Finding:
         same = losses_with(VARIANTS[name]["optim"]) == resident
-        yield {"placement": name, "same_bits": same, "ok": same}
+        return {"same_bits": same, "ok": same}
+
+    for name in ("stream", "hybrid"):
+        yield {"placement": name, **attempt(partial(compare, name))}
 
 
 def repeat(options: Options) -> Findings:
     """Whether the same run has the same bits twice, without and with deterministic algorithms."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     base = replace(options.sized(replace(SMALL, sequence=512, hidden=256), TINY), precision="bf16")
+
+    def compare(offload: str, wanted: bool) -> Finding:
+        with deterministic_algorithms(wanted):
+            one, two = (on_one_rank(replace(base, optim={"offload": offload}), options.device) for _ in range(2))
+        return {"same_bits": one == two, "ok": one == two or not wanted}
+
     for offload in options.sized(("none", "stream"), ("stream",)):
-        program = replace(base, optim={"offload": offload})
         for wanted in (False, True):
-            with deterministic_algorithms(wanted):
-                one, two = (on_one_rank(program, options.device) for _ in range(2))
-            yield {"offload": offload, "deterministic": wanted, "same_bits": one == two, "ok": one == two or not wanted}
+            yield {"offload": offload, "deterministic": wanted, **attempt(partial(compare, offload, wanted))}
 
 
 @dataclass(frozen=True)
@@ -142,7 +152,8 @@ def host_waits() -> Iterator[HostWaits]:
             yield found
         finally:
             torch.cuda.set_sync_debug_mode("default")
-            found.operations.update(f"{Path(one.filename).name}:{one.lineno}" for one in caught)
+            found.operations.update(f"{Path(one.filename).name}:{one.lineno}" for one in caught
+                                    if "synchronizing" in str(one.message))
 
 
 def syncs(options: Options) -> Findings:
@@ -172,7 +183,8 @@ def ranks(options: Options, mesh: str, transport: Literal["torch", "mpi+torch"] 
         yield {"mesh": mesh, "transport": transport, "says": f"not run: {problem}"}
         return
     program = replace(options.sized(SMALL, TINY), **{"precision": "fp32", **MESHES[mesh]})
-    expected = on_one_rank(replace(program, mesh={}), options.device)
+    program = replace(program, compile=options.sized(program.compile, False))
+    expected = on_one_rank(replace(program, mesh={}, compile=False), options.device)
     began = time.monotonic()
     if options.dry_run:
         found = run_ranks(lambda world: losses(world, asdict(program)), Mesh(**program.mesh).size)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
+from functools import partial
 from statistics import median
 
 import torch
 
 from benchmarks.gpu import memory as sizes_that_fit
-from benchmarks.gpu.case import Findings, Options, failure, peaks, synchronize
+from benchmarks.gpu.case import Finding, Findings, Options, attempt, failure, peaks, synchronize
 from benchmarks.gpu.device_events import covered_length, device_events
 from benchmarks.gpu.programs import Program, batches, engine_of, world_of_one
 from ranvier.config.resolve import Facts, resolve
@@ -71,10 +72,8 @@ def fits(options: Options, setting: str, layers: int) -> Findings:
 def predict(options: Options) -> Findings:
     """Predicted against measured bytes, by offload, recomputation and microbatch."""
     base, device = options.sized(_350M, DRY), options.device
-    for offload, recompute, samples in options.sized(
-            (("none", "none", 2), ("none", "none", 8), ("none", 1, 2), ("stream", "none", 2), ("hybrid", "none", 2),
-             ("host", 1, 8)),
-            (("none", "none", 2), ("hybrid", "none", 2))):
+
+    def measure(offload: str, recompute: int | str, samples: int) -> Finding:
         optim = {"offload": offload, "offload_share": 0.5} if offload == "hybrid" else {"offload": offload}
         program = replace(base, samples=samples, optim=optim, memory={"recompute": recompute})
         run = Run(mesh=Mesh(), model=program.transformer, precision="bf16", optim=Optim(**program.optim),
@@ -96,7 +95,14 @@ def predict(options: Options) -> Findings:
                         "reserved": torch.cuda.max_memory_reserved(device),
                         "outside": total - free - torch.cuda.memory_reserved(device)}
                 row["predicted_over_allocated"] = row["predicted"] / row["allocated"]
-        yield {"offload": offload, "recompute": recompute, "samples": samples, **row}
+        return row
+
+    for offload, recompute, samples in options.sized(
+            (("none", "none", 2), ("none", "none", 8), ("none", 1, 2), ("stream", "none", 2), ("hybrid", "none", 2),
+             ("host", 1, 8)),
+            (("none", "none", 2), ("hybrid", "none", 2))):
+        yield {"offload": offload, "recompute": recompute, "samples": samples,
+               **attempt(partial(measure, offload, recompute, samples))}
 
 
 def offload_overlap(options: Options) -> Findings:

@@ -30,9 +30,9 @@ from ranvier.precision import DTYPES
 from ranvier.testing.ranks import run_processes
 from ranvier.world import World
 
-RANKS_SECONDS = 50.0
-"""Time limit for the start, training and end of ranks that share a device; their parent has a longer limit, to report
-which ranks hang."""
+RANKS_SECONDS, COMPILED_SECONDS = 50.0, 150.0
+"""Time limit for the start, training and end of ranks that share a device, and of those that compile; their parent has
+a longer limit, to report which ranks hang."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -170,7 +170,8 @@ def losses_on_shared_device(program: Program, transport: Literal["torch", "mpi+t
     the device, before its program can choose how."""
     with environment(CUDA_MODULE_LOADING="EAGER"):
         return run_processes("benchmarks.gpu.programs:on_shared_device", Mesh(**program.mesh).size, transport,
-                             args=[asdict(program)], device="cuda", timeout_seconds=RANKS_SECONDS)
+                             args=[asdict(program)], device="cuda",
+                             timeout_seconds=COMPILED_SECONDS if program.compile else RANKS_SECONDS)
 
 
 def seconds_after_kill(program: Program, device: str, step: int = 2) -> float:

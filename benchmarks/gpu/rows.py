@@ -13,7 +13,7 @@ from pathlib import Path
 
 from benchmarks.gpu import cases_correctness, cases_kernels, cases_memory, cases_speed
 from benchmarks.gpu.case import Findings, Options
-from benchmarks.gpu.programs import RANKS_SECONDS
+from benchmarks.gpu.programs import COMPILED_SECONDS, RANKS_SECONDS
 
 CASES: dict[str, Callable[..., Findings]] = {
     "facts": cases_speed.facts, "parity": cases_correctness.parity, "placements": cases_correctness.placements,
@@ -118,6 +118,8 @@ ROWS: dict[str, Row] = {
     "batches-ahead": Row(case="batches-ahead", seconds=60, parts=(2,), expected="0.97 to 1.00 of a step without"),
     "run-ahead": Row(case="run-ahead", seconds=45, parts=(2,), expected="device spans 10-100 ms, host spans 2-10 ms"),
     "ranks-tied": Row(case="ranks", arguments=("pipe 2, tied ends",), seconds=_RANKS_SECONDS, parts=(2,), eager=True),
+    "ranks-compiled": Row(case="ranks", arguments=("col 2, compiled",), seconds=COMPILED_SECONDS + 30.0, parts=(2,),
+                          eager=True, expected="below 1e-3 from one rank"),
     # memory, offload, kernels, and last the largest models, whose rows take longest
     "predict": Row(case="predict", seconds=100, parts=(3,), eager=True,
                    expected="allocated within 5 %, reserved 3-10 % above"),

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+import warnings
 from contextlib import nullcontext
 from functools import partial, wraps
 from pathlib import Path
@@ -196,6 +197,21 @@ def test_parity_goes_on_after_a_variant_that_differs_or_fails(monkeypatch):
     assert "no such thing" in found[1]["error"] and not found[1]["ok"]
 
 
+@pytest.mark.parametrize(("case", "fails"), [("predict", "none"), ("placements", "stream")])
+def test_a_case_goes_on_after_a_setting_that_fails(case, fails, monkeypatch):
+    def refusing(call):
+        def run(program, *place):
+            if program.optim.get("offload") == fails:
+                raise RuntimeError("no such thing")
+            return call(program, *place)
+        return run
+
+    monkeypatch.setattr(cases_memory, "engine_of", refusing(cases_memory.engine_of))
+    monkeypatch.setattr(cases_correctness, "on_one_rank", refusing(cases_correctness.on_one_rank))
+    first, second = rows.CASES[case](DRY)
+    assert not first["ok"] and "no such thing" in first["error"] and "error" not in second
+
+
 @pytest.mark.parametrize(("hung", "ended"), [(True, "hung"), (False, "crashed")])
 def test_a_start_that_crashes_is_not_one_that_hangs(hung, ended, monkeypatch):
     def fail(program, stress, options):
@@ -211,8 +227,10 @@ def test_waits_for_events_and_devices_are_counted():
             torch.cuda.Event().synchronize()
             torch.cuda.synchronize(0)
             torch.cuda.Stream(torch.device("cuda", 0)).synchronize()
+            assert not waits.operations and torch.zeros(1, device="cuda:0").item() == 0.0
+            warnings.warn("nothing that waits", stacklevel=1)
         torch.cuda.synchronize(0)
-    assert waits.events.total() == 3 and not waits.operations
+    assert waits.events.total() == 3 and waits.operations.total() == 1
     assert {place.partition(":")[0] for place in waits.events} == {Path(__file__).name}
 
 

@@ -104,7 +104,7 @@ def _first_mask(device):
 @pytest.mark.parametrize("name", MESHES)
 def test_ranks_that_share_the_device_agree_with_one(name):
     program = replace(PROGRAM, **{"precision": "fp32", **MESHES[name]})
-    expected = on_one_rank(replace(program, mesh={}), CUDA)
+    expected = on_one_rank(replace(program, mesh={}, compile=False), CUDA)
     for found in losses_on_shared_device(program):
         assert furthest(found, expected) < BETWEEN_MESHES[program.precision]
 
