@@ -25,6 +25,8 @@ _CHECKED_KINDS = ("forward", "backward", "weight")
 _WAITS = re.compile(r"ranvier\.(comm\.(?!hang)|pipeline\.device_timeline|system\.pinned_memory)"
                     r"|bdb|pdb|_?pydevd|IPython\.core\.debugger")
 """Modules that wait for other ranks, for a device that may wait for them, or for a person at a debugger."""
+_BACKWARD = "torch.autograd.graph", "_engine_run_backward"
+"""The function of torch, and its module, that waits for a backward."""
 
 
 class HangDetector:
@@ -73,7 +75,7 @@ class HangDetector:
             self._waited = 0.0
         if seconds < limit / 2:  # reading frames inspects all threads of the process
             return
-        frame = frames_of_threads().get(thread)
+        frame = _frame_of_action(thread)
         if is_waiting(frame):
             self._waited = seconds
         seconds -= self._waited
@@ -102,6 +104,17 @@ def frames_of_threads() -> dict[int, FrameType]:
         finally:
             if collects:
                 gc.enable()
+
+
+def _frame_of_action(thread: int) -> FrameType | None:
+    """The innermost frame of an action on this thread. A backward on a device runs hooks and functions in a thread of
+    autograd's, which no Python code has started: its frame, if the thread of the action waits for it."""
+    frames = frames_of_threads()
+    frame = frames.get(thread)
+    if frame is None or (frame.f_globals.get("__name__"), frame.f_code.co_name) != _BACKWARD:
+        return frame
+    started = {one.ident for one in threading.enumerate() if not isinstance(one, threading._DummyThread)}
+    return next((other for number, other in frames.items() if number not in started), frame)
 
 
 def is_waiting(frame: FrameType | None) -> bool:

@@ -1,17 +1,21 @@
 """A rank that computes without end is found by how long its earlier actions took; slow kinds of action are exempt."""
 
+import _thread
 import bdb
+import queue
 import re
 import sys
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
+from torch.autograd import graph
 from torch.distributed import HashStore
 
 from ranvier.comm.board import Board, call_of_all_ranks, describe_actions, read_actions
 from ranvier.comm.collectives import ChainedWork, CompletedWork
-from ranvier.comm.hang import HangDetector, is_waiting
+from ranvier.comm.hang import HangDetector, frames_of_threads, is_waiting
 from ranvier.errors import Hang, MessageTimeout
 from ranvier.mesh import Mesh
 from ranvier.system.compilation import Compilations
@@ -89,6 +93,26 @@ def test_what_waits_does_not_hang(wait):
     assert told == []
     look(judge, "forward 3", 5.0)
     assert len(told) == 1
+
+
+def test_a_backward_on_a_device_is_judged_by_autograds_thread(monkeypatch):
+    """Its hooks wait for other ranks there, while the thread of the action waits inside autograd."""
+    (judge, told), action, ended = watch(4.0), threading.get_ident(), queue.SimpleQueue()
+    monkeypatch.setattr(graph, "Variable", SimpleNamespace(_execution_engine=SimpleNamespace(run_backward=ended.get)))
+
+    def backward():
+        try:
+            while frames_of_threads()[action].f_code.co_name != "_engine_run_backward":
+                time.sleep(0.001)
+            ChainedWork(CompletedWork(), lambda: judge.check("backward 1", 1000.0, 1, action)).wait()
+            assert told == []
+            judge.check("backward 1", 1005.0, 1, action)
+        finally:
+            ended.put(None)
+
+    _thread.start_new_thread(backward, ())
+    graph._engine_run_backward((True,))
+    assert len(told) == 1 and "it hangs in frames_of_threads" in str(told[0])
 
 
 def test_the_board_judges_and_says_for_how_long():
