@@ -102,12 +102,16 @@ def updates(offload, dtype, in_flight, gradient_dtype=torch.float32):
 
 
 def training(cuda):
-    """An engine whose times are read a step later."""
+    """An engine whose times are read a step later; once it is closed, the memory of its states may be used."""
     program = Program(layers=1, hidden=16, vocab=16, sequence=8, microbatches=1, precision="bf16",
                       optim={"offload": "stream", "clip_norm": 0.1})
     with engine_of(program, world_of_one(DEVICE)) as engine:
         for batch in batches(program, engine.mesh, 0):
             engine.train_batch(batch)
+        homes = engine.flat_optimizer.placement.homes()
+    for _, states in homes:
+        for state in states.values():
+            state.tolist()
 
 
 def checkpoint(cuda):

@@ -743,6 +743,8 @@ class Engine:
         self._connections.board.calls += 1
         if self._lifetime.failure is None:
             self._values.wait()
+            if self._updater.flat is not None:  # last copies into memory that may soon be unregistered and freed
+                self._updater.flat.placement.synchronize()
         self._stages.forget_weights()
         self._updater.gradients.detach()
         self._copies.restore()
