@@ -79,10 +79,13 @@ class _PaddedLinear(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
         ctx.save_for_backward(x, weight)
+        ctx.set_materialize_grads(False)
         return padded_rows_product(x, weight)
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    def backward(ctx: Any, dy: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+        if dy is None:
+            return None, None
         x, weight = ctx.saved_tensors
         rows = dy.reshape(-1, dy.shape[-1])
         return (dy.matmul(weight) if ctx.needs_input_grad[0] else None,

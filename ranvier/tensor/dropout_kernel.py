@@ -56,12 +56,15 @@ class _Dropped(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, keys: Tensor, probability: float, place: tuple[int, ...]) -> Tensor:
         ctx.save_for_backward(keys)
+        ctx.set_materialize_grads(False)
         ctx.probability, ctx.place = probability, place
         return _launch(x, keys, probability, place)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Any, dy: Tensor | None) -> tuple[Tensor | None, None, None, None]:
+        if dy is None:
+            return None, None, None, None
         keys, = ctx.saved_tensors
         return _launch(dy, keys, ctx.probability, ctx.place), None, None, None
 

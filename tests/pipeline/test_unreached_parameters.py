@@ -5,11 +5,13 @@ from functools import partial
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional
 
 from ranvier.config.run import Memory, Optim, Pipeline
 from ranvier.mesh import Mesh
 from ranvier.pipeline.engine import Engine
 from ranvier.pipeline.microbatch import Microbatch
+from ranvier.tensor.layers import gated, gelu
 from ranvier.testing.ranks import run_ranks
 from ranvier.testing.reference import Reference
 from tests.covering import covering
@@ -156,13 +158,15 @@ class WithoutGradient(torch.autograd.Function):
 
 
 class Stops(nn.Module):
-    def __init__(self, rows, stops=True):
+    def __init__(self, rows, stops=True, activation=None):
         super().__init__()
-        self.table, self.stops = nn.Embedding(rows, 4), stops
+        self.table, self.stops, self.activation = nn.Embedding(rows, 4), stops, activation
         self.linear, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
 
     def forward(self, x):
         hidden = self.linear(x + self.table(x[:, 0].abs().long()))
+        if self.activation is not None:
+            hidden = self.activation(hidden)
         return self.last(WithoutGradient.apply(hidden) if self.stops else hidden)
 
 
@@ -175,6 +179,19 @@ def test_a_backward_that_returns_none(mesh):
     for mine in on_mesh(model, mesh, partial(trained, batches=batches), optim=OWN(), learning_rate=0.1):
         for name, value in mine.items():
             torch.testing.assert_close(value, theirs[name], rtol=1e-10, atol=1e-13)
+
+
+@pytest.mark.parametrize(("own", "plain"), [
+    (gelu, partial(functional.gelu, approximate="tanh")),
+    (lambda x: gated(x, x), lambda x: functional.silu(x) * x)])
+def test_a_backward_that_returns_none_behind_a_function_with_its_own_backward(own, plain):
+    """On rows and columns zeros do replace it, so that all ranks of a stage run the same layers."""
+    batches = [points([[2]])]
+    theirs = expected(SGD, batches, partial(chain, partial(Stops, 5, activation=plain)))
+    (mine,) = on_mesh(partial(chain, partial(Stops, 5, activation=own)), Mesh(), partial(trained, batches=batches),
+                      optim=OWN(), learning_rate=0.1)
+    for name, value in mine.items():
+        torch.testing.assert_close(value, theirs[name], rtol=1e-10, atol=1e-13)
 
 
 @pytest.mark.parametrize("accumulate", ["fp32", "half"])

@@ -42,12 +42,15 @@ class _Gated(Function):
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor, activation: Activation, fused: Fused) -> Tensor:
         ctx.save_for_backward(gate, up)
+        ctx.set_materialize_grads(False)
         ctx.activation, ctx.fused = activation, fused
         return fused(_gate, gate, up, activation)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, None, None]:
+    def backward(ctx: Any, dy: Tensor | None) -> tuple[Tensor | None, Tensor | None, None, None]:
+        if dy is None:
+            return None, None, None, None
         gate, up = ctx.saved_tensors
         return *ctx.fused(_gated_gradients, dy, gate, up, ctx.activation), None, None
 
@@ -81,12 +84,15 @@ class _GELU(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, approximate: str) -> Tensor:
         ctx.save_for_backward(x)
+        ctx.set_materialize_grads(False)
         ctx.approximate = approximate
         return functional.gelu(x, approximate=approximate)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, dy: Tensor | None) -> tuple[Tensor | None, None]:
+        if dy is None:
+            return None, None
         x, = ctx.saved_tensors
         dx: Tensor = torch.ops.aten.gelu_backward.grad_input(dy, x, approximate=ctx.approximate, grad_input=x)
         return dx, None
