@@ -368,13 +368,16 @@ class Mesh(_NumberPerAxis):
 
     def coordinates(self, rank: int) -> Coordinates:
         """Coordinates of `rank`; raises IndexError if it is not on the mesh."""
-        if not 0 <= rank < self.size:
-            raise IndexError(f"rank {rank} is not on a mesh of {self.size} ranks")
+        self._require_rank(rank)
         rest, inside = divmod(rank, self.stage_size)
         found = {}
         for axis in reversed(self._outer):
             rest, found[axis] = divmod(rest, self[axis])
         return Coordinates(self, found | dict(zip(self.stage_axes, self._stage_positions[inside], strict=True)))
+
+    def _require_rank(self, rank: int) -> None:
+        if rank not in range(self.size):
+            raise IndexError(f"rank {rank!r} is not on a mesh of {self.size} ranks")
 
     @cached_property
     def _outer(self) -> tuple[str, ...]:
@@ -393,8 +396,8 @@ class Mesh(_NumberPerAxis):
     def rank(self, at: Coordinates) -> int:
         """The rank at these coordinates; raises IndexError if they are not on the mesh."""
         for axis, index in at.items():
-            if not 0 <= index < self[axis]:
-                raise IndexError(f"{axis} {index} is not on a mesh of {self}")
+            if index not in range(self[axis]):
+                raise IndexError(f"{axis} {index!r} is not on a mesh of {self}")
         return at.index(self._outer) * self.stage_size + self._number_in_stage[at.position]
 
     def at(self, **indices: int) -> Coordinates:
@@ -424,6 +427,7 @@ class Mesh(_NumberPerAxis):
         Along `row` and `col` together, ascending order is row by row without a tile, and tile by tile with one.
         """
         found: dict[tuple[int, ...], list[int]] = {}
+        self.count(axes)  # raises KeyError for an unknown axis
         others = [axis for axis in self if axis not in axes]
         for rank in range(self.size):
             at = self.coordinates(rank)
@@ -432,6 +436,7 @@ class Mesh(_NumberPerAxis):
 
     def stage_ranks(self, rank: int) -> tuple[int, ...]:
         """The row x col ranks of the stage of `rank`, in ascending order; the first, its leader, is row 0, col 0."""
+        self._require_rank(rank)
         first = rank - rank % self.stage_size
         return tuple(range(first, first + self.stage_size))
 

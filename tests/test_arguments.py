@@ -97,7 +97,7 @@ NOT_CHECKED = {"rerun", "sample", "policy", "stream"}
 def test_every_argument_is_checked(door, monkeypatch):
     monkeypatch.setattr("ranvier.launch.failures.install_start_error_handlers", lambda rank: None)
     names = [name for name in inspect.signature(door).parameters if name not in (
-        NOT_CHECKED if door is not ranvier.Engine else ()) and name not in ("function", "args")]
+        NOT_CHECKED if door not in (ranvier.Engine, make) else ()) and name not in ("function", "args")]
 
     def ask(valid):
         for name in names:

@@ -68,6 +68,11 @@ def test_places_that_are_not_on_the_mesh():
         Mesh(pipe=4).coordinates(4)
     with pytest.raises(IndexError, match="pipe 4 is not on a mesh of data 1 x pipe 4"):
         Mesh(pipe=4).rank(Mesh(pipe=4).at(pipe=4))
+    for ask in (Mesh(pipe=4).coordinates, Mesh(pipe=4).stage_ranks, Mesh(pipe=4).group):
+        with pytest.raises(IndexError, match="rank 'a' is not on a mesh of 4 ranks"):
+            ask("a")
+    with pytest.raises(KeyError, match="row's is not an axis"):
+        Mesh(pipe=4).groups("row's")
 
 
 def test_groups_over_several_axes_are_a_partition():

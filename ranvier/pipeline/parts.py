@@ -334,9 +334,6 @@ def make_plan(prepared: PreparedModel, world: World, mesh: Mesh | None, sample: 
 
 def check_objects(policy: Policy | None, optimizer: OptimizerFactory | None) -> None:
     """Raise ConfigError for a policy or an optimizer that the engine cannot use."""
-    if isinstance(policy, str):
-        raise ConfigError("is not a policy object", code="policy-object-is-a-name", where="Engine(policy=...)",
-                          value=policy, remedy="Name a policy in Pipeline(policy=...).")
     if policy is not None:
         check_policy_object(policy)
     if optimizer is not None and not callable(optimizer):

@@ -27,7 +27,7 @@ from ranvier.precision import DTYPES
 from ranvier.schedule.computed_limits import UNKNOWN
 from ranvier.schedule.limits import Conditions, Limits, rule_limits
 from ranvier.schedule.policies import policy_named
-from ranvier.schedule.schedule import Policy
+from ranvier.schedule.schedule import Policy, check_policy_object
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -210,6 +210,12 @@ def make(model: Model, mesh: Mesh, *, sample: Sample | None = None, pipeline: Pi
     Raises ConfigError for settings that cannot be combined, ModelError for a model that cannot be cut.
     """
     check_arguments(make, locals(), but=("sample", "policy"))
+    if policy is not None:
+        check_policy_object(policy, "make(policy=...)")
+    if sample is not None and not (isinstance(sample, (tuple, list)) and len(sample) == 2):
+        raise ConfigError("must be (inputs, targets) of a microbatch", code="malformed-argument",
+                          where="make(sample=...)", value=type(sample).__name__,
+                          remedy="Give a value of this form, or leave it out for None.")
     mesh.require_known_axes("the engine")
     own = optim is not None if own_optimizer is None else own_optimizer
     policy, placement = policy or policy_named(pipeline.policy), stage_placement(mesh.pipeline_size, pipeline)

@@ -139,14 +139,17 @@ class Policy(Protocol):
         nothing else checks it."""
 
 
-def check_policy_object(policy: object) -> None:
+def check_policy_object(policy: object, where: str = "Engine(policy=...)") -> None:
     """Raise ConfigError unless `policy` is an object with the members of a `Policy`."""
+    if isinstance(policy, str):
+        raise ConfigError("is not a policy object", code="policy-object-is-a-name", where=where, value=policy,
+                          remedy="Name a policy in Pipeline(policy=...).")
     lacking = [name for name in ("name", "defers") if not hasattr(policy, name)] + [
         f"{name}()" for name in ("choose", "in_flight", "stored") if not callable(getattr(policy, name, None))]
     if lacking or isinstance(policy, type):
         raise ConfigError("is a class, not an object" if isinstance(policy, type) else
                           f"is not a Policy: it lacks {', '.join(lacking)}", code="policy-object-incomplete",
-                          where="Engine(policy=...)", value=getattr(policy, "__name__", type(policy).__name__),
+                          where=where, value=getattr(policy, "__name__", type(policy).__name__),
                           remedy="The docstring of ranvier.testing.policies has a policy in five lines.")
 
 
