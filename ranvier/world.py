@@ -148,9 +148,9 @@ class World:
         return reduced.reshape(value.shape) if isinstance(value, Tensor) else float(reduced)
 
     def gather_objects(self, value: object) -> list[Any]:
-        """Gather every rank's `value`, in the order of ranks: numbers, texts, lists and dicts, as JSON supports them.
-        Collective; not for every step."""
-        return self._all_ranks().gather_objects(_as_plain_values(value, "World.gather_objects"))
+        """Gather every rank's `value`, in the order of ranks: numbers, texts, lists, tuples and dicts, as JSON supports
+        them. Collective; not for every step."""
+        return [_unpacked(one) for one in self._all_ranks().gather_objects(_packed(value, "World.gather_objects"))]
 
     def broadcast(self, value: Any, source: int = 0) -> Any:
         """Return the `value` of rank `source` on all ranks: a tensor, for which all ranks pass one of the same shape,
@@ -160,8 +160,8 @@ class World:
             raise ConfigError(f"is not a rank; there are {self.size}", code="broadcast-source",
                               where="World.broadcast(source=...)", value=source, remedy="Give the number of a rank.")
         if not isinstance(value, Tensor):
-            own = _as_plain_values(value, "World.broadcast") if self.rank == source else None
-            return self._all_ranks().gather_objects(own)[source]
+            own = _packed(value, "World.broadcast") if self.rank == source else None
+            return _unpacked(self._all_ranks().gather_objects(own)[source])
         sent = _flat_copy(value)
         self._all_ranks().broadcast(sent, source).wait()
         return sent.reshape(value.shape)
@@ -173,18 +173,32 @@ class World:
             self._first.close()
 
 
-def _as_plain_values(value: object, where: str) -> object:
-    """Return `value`. Raises ConfigError for values that JSON does not support; other keys of dicts would come back as
-    texts."""
+def _packed(value: object, where: str) -> object:
+    """`value` in JSON's types: tuples, which JSON lacks, and lists begin with whether they are tuples. Raises
+    ConfigError for values that JSON does not support; other keys of dicts would come back as texts."""
     try:
         json.dumps(value)
         if (key := next(filter(lambda key: not isinstance(key, str), _keys(value)), None)) is not None:
             raise TypeError(f"the key {key!r} of a dict is not a text")
     except (TypeError, ValueError) as error:
-        raise ConfigError(f"takes numbers, texts, lists and dicts, as JSON has them: {error}", code="value-not-json",
-                          where=where, value=type(value).__name__,
+        raise ConfigError(f"takes numbers, texts, lists, tuples and dicts, as JSON has them: {error}",
+                          code="value-not-json", where=where, value=type(value).__name__,
                           remedy="Give a tensor's tolist() or item(), and list(d.items()) of such a dict."
                           ) from error
+    return _with_kinds(value)
+
+
+def _with_kinds(value: object) -> object:
+    if isinstance(value, dict):
+        return {key: _with_kinds(part) for key, part in value.items()}
+    return [isinstance(value, tuple), *map(_with_kinds, value)] if isinstance(value, list | tuple) else value
+
+
+def _unpacked(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _unpacked(part) for key, part in value.items()}
+    if isinstance(value, list):
+        return (tuple if value[0] else list)(map(_unpacked, value[1:]))
     return value
 
 

@@ -293,6 +293,8 @@ def test_values_over_all_ranks():
             assert torch.equal(total, 3 * ones.long()) and torch.equal(mean, ones.double())
         assert (world.all_reduce(world.rank, "min"), world.all_reduce(world.rank, "max")) == (0.0, 2.0)
         assert world.gather_objects({"rank": world.rank, "names": ["a"]})[2] == {"rank": 2, "names": ["a"]}
+        values = {"sizes": [(world.rank, [1.5]), (), []]}
+        assert world.gather_objects(values)[world.rank] == values and world.broadcast((1, [2])) == (1, [2])
         assert world.broadcast(f"from {world.rank}", source=1) == "from 1"
         assert torch.equal(world.broadcast(table, source=2), table - world.rank + 2)
         for wrong in (lambda: world.all_reduce(1.0, "product"), lambda: world.broadcast(1, source=3)):
