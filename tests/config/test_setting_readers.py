@@ -61,7 +61,7 @@ def test_a_setting_is_read_in_at_most_four_files_of_a_run(tmp_path, monkeypatch)
     run = Run(mesh=Mesh(pipe=2), batch=Batch(global_size=8, microbatch_size=4), run_dir=tmp_path / "run",
               model=Transformer(num_layers=2, hidden=16, heads=2, vocab=60, sequence=8), memory=Memory(recompute=1),
               train=Train(epochs=2, sample_tokens=0, eval_every=2), checkpoint=Checkpoint(every=3),
-              optim=Optim(offload="stream", clip_norm=1.0, shard=True, ema=0.5), guard=Guard(bad_step="skip"),
+              optim=Optim(offload="stream", clip_norm=1.0, shard=True), guard=Guard(bad_step="skip"),
               elastic=Elastic(freeze="manual", manual=("1:1",), auto_pipe=True, auto_dp=True, cache=True),
               data=Data(task="classification", train=str(tmp_path / "train.tsv"), cache_dir=tmp_path / "cache"))
     run_ranks(lambda world: train(run, "tiny", world, stream=io.StringIO()), 2, timeout_seconds=120)

@@ -155,7 +155,7 @@ def test_all_ranks_stop_together(settings, tmp_path, monkeypatch):
              for name, value in zip(settings[1::2], settings[2::2], strict=True)}
     _, merged = read_valid_recipe(settings[0], flags | {
         "mesh__data": "2", "mesh__pipe": "2", "run_dir": str(tmp_path / "run"), "train__early_stopping": "2",
-        "train__steps": "9"}, allow_code=False)
+        "train__steps": "9", "batch__microbatch_size": "2"}, allow_code=False)
     summaries = run_ranks(lambda world: loop.train(resolve(merged.run), "x", world, stream=io.StringIO()), 4)
     assert merged.run.mesh == Mesh(data=2, pipe=2) and [one["steps"] for one in summaries] == [3] * 4
 

@@ -323,3 +323,9 @@ def test_loss_scale_and_skipped_steps_are_metrics(corpus, tmp_path):
     assert "a gradient overflowed: nothing was updated, and the loss scale is now 1.07374e+09" in printed
     notes = [event for event in lines(tmp_path / "run" / "events.jsonl") if event["event"] == "skipped"]
     assert len(notes) == skipped[-1]
+
+
+def test_settings_that_the_command_refuses(corpus, tmp_path):
+    """A program may call `train` itself."""
+    with raises("microbatch-above-share", "batch.microbatch-size"):
+        run_all(tiny(corpus, tmp_path / "run", batch=Batch(global_size=2, microbatch_size=4)))
