@@ -32,7 +32,12 @@ from ranvier.optim.masters import Watch
 from ranvier.optim.placement import Hybrid, OnHost, Placement, Resident, Streamed, Update
 from ranvier.optim.reduction import MAX_COLLECTIVES
 from ranvier.optim.rules import EMA, Rules, check_state_name, rules_of
-from ranvier.originals.same_memory import ViewsOfParameters, mark_as_engines
+from ranvier.originals.same_memory import (
+    ViewsOfParameters,
+    mark_as_engines,
+    refuse_parameters_over_one_memory,
+    storage_of,
+)
 from ranvier.system.memory_tracker import free_bytes
 from ranvier.tensor.quantized_weight import stored_tensors
 
@@ -175,7 +180,10 @@ class FlatOptimizer:
         those whose versions have not changed."""
         base, size = self.weights.data_ptr(), self.weights.element_size()
         replaced = {parameter for parameter, (start, stop) in self._gradients.places.items()
-                    if start < stop and parameter.data_ptr() != base + start * size}
+                    if start < stop and (parameter.data_ptr() != base + start * size or not parameter.is_contiguous())}
+        if replaced:
+            refuse_parameters_over_one_memory({spec.name: spec.parameter for chunk in self._chunks
+                                               for spec in chunk.specs})
         views = ViewsOfParameters(replaced)
         _move_into(self.weights, {parameter: self._gradients.places[parameter] for parameter in replaced})
         if not views.left:  # otherwise they are views of one tensor that the program writes into
@@ -367,10 +375,12 @@ def _flatten(gradients: Gradients) -> Tensor:
 
 
 def _move_into(weights: Tensor, places: Mapping[nn.Parameter, tuple[int, int]]) -> None:
-    """Make parameters views of `weights`, with their values copied."""
+    """Make parameters views of `weights`, with their values copied. They may have the places of each other."""
+    values = {parameter: parameter.detach().clone() for parameter in places
+              if storage_of(parameter) == storage_of(weights)}
     for parameter, (start, stop) in places.items():
         place = weights[start:stop].view(parameter.shape)
-        place.copy_(parameter.detach())
+        place.copy_(values.get(parameter, parameter.detach()))
         parameter.data = place
 
 

@@ -1,4 +1,4 @@
-"""A user's tensors that share the memory of parameters, such as views made before the engine is built.
+"""Tensors that share memory: two parameters, which are refused, and a user's views of a parameter, which follow it.
 
     self.weight_t = self.linear.weight.data.t()
     self.register_buffer("start", self.linear.weight.detach()[0])
@@ -13,12 +13,14 @@ In plain PyTorch they have the parameter's values after any update. So they move
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Generic, TypeVar
 from weakref import finalize, ref
 
 import torch
 from torch import Tensor, nn
+
+from ranvier.errors import ModelError
 
 _IS_ENGINES = "ranvier_flat_parameters"
 _Key = TypeVar("_Key")
@@ -44,6 +46,30 @@ def overlaps(tensor: Tensor, other: Tensor) -> bool:
     """Whether both, in one storage, overlap in memory, or one is between the elements of the other."""
     (start, stop), (first, last) = extent(tensor), extent(other)
     return start < last and first < stop
+
+
+def refuse_parameters_over_one_memory(parameters: Mapping[str, nn.Parameter]) -> None:
+    """Raise ModelError if a trainable parameter shares elements with another parameter: an update of one changes both
+    while they are on the same stage, and neither gradient is that of both."""
+    places: dict[int, list[tuple[str, nn.Parameter, int, int]]] = {}
+    for name, parameter in parameters.items():
+        if (type(parameter) is not nn.Parameter or parameter.is_meta or parameter.layout is not torch.strided
+                or not parameter.numel()):
+            continue
+        start = parameter.data_ptr()
+        is_dense = parameter.numel() == 1 + sum((n - 1) * step
+                                                for n, step in zip(parameter.shape, parameter.stride(), strict=True))
+        stop = start + (parameter.nbytes if is_dense else 1)
+        group = places.setdefault(parameter.untyped_storage()._cdata, [])
+        for other, two, first, last in group:
+            if two is not parameter and start < last and first < stop and (
+                    parameter.requires_grad or two.requires_grad):
+                raise ModelError(f"has its values in the memory of {other}, and is a separate parameter",
+                                 code="parameters-over-one-memory", where=f"parameter {name}",
+                                 value=tuple(parameter.shape),
+                                 remedy="Tie them as one parameter (one.weight = other.weight), or give each its "
+                                        "own memory: nn.Parameter(other.weight.detach().clone()).")
+        group.append((name, parameter, start, stop))
 
 
 class ByMemory(Generic[_Key]):

@@ -20,10 +20,11 @@ from ranvier.cost.blocks import BlockCost
 from ranvier.errors import ConfigError, ModelError
 from ranvier.layout import Box, Layout, Parameter
 from ranvier.mesh import Mesh, Position, StagePlacement
+from ranvier.originals.same_memory import refuse_parameters_over_one_memory
 from ranvier.plan.block_costs import block_costs, build_on_meta, known_or_counted
 from ranvier.plan.kernel_count import AS_WRITTEN, Counting
 from ranvier.plan.partition import partition_for, uniform
-from ranvier.plan.shared_buffers import buffers_of_several_stages, refuse_parameters_over_one_memory
+from ranvier.plan.shared_buffers import buffers_of_several_stages
 from ranvier.plan.shared_places import SharedPlace, code_of_stages, code_with_others_parameters, shared_places
 from ranvier.system.terminal import TextTable
 from ranvier.tensor.layers import VocabularyLinear, block_splits

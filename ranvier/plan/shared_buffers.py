@@ -1,10 +1,9 @@
-"""Buffers that blocks of several stages share by identity; parameters that share memory."""
+"""Buffers that blocks of several stages share by identity."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
@@ -33,30 +32,6 @@ def buffers_of_several_stages(layout: Layout, modules: Mapping[str, nn.Module]) 
                     raise shared_buffer_error(name, other, f"nn.{type(part).__name__}")
                 found |= {name: other, other: name}
     return found
-
-
-def refuse_parameters_over_one_memory(parameters: Mapping[str, nn.Parameter]) -> None:
-    """Raise ModelError if a trainable parameter shares elements with another parameter: an update of one changes both
-    while they are on the same stage, and neither gradient is that of both."""
-    places: dict[int, list[tuple[str, nn.Parameter, int, int]]] = {}
-    for name, parameter in parameters.items():
-        if (type(parameter) is not nn.Parameter or parameter.is_meta or parameter.layout is not torch.strided
-                or not parameter.numel()):
-            continue
-        start = parameter.data_ptr()
-        is_dense = parameter.numel() == 1 + sum((n - 1) * step
-                                                for n, step in zip(parameter.shape, parameter.stride(), strict=True))
-        stop = start + (parameter.nbytes if is_dense else 1)
-        group = places.setdefault(parameter.untyped_storage()._cdata, [])
-        for other, two, first, last in group:
-            if two is not parameter and start < last and first < stop and (
-                    parameter.requires_grad or two.requires_grad):
-                raise ModelError(f"has its values in the memory of {other}, and is a separate parameter",
-                                 code="parameters-over-one-memory", where=f"parameter {name}",
-                                 value=tuple(parameter.shape),
-                                 remedy="Tie them as one parameter (one.weight = other.weight), or give each its "
-                                        "own memory: nn.Parameter(other.weight.detach().clone()).")
-        group.append((name, parameter, start, stop))
 
 
 def shared_buffer_error(name: str, other: str, module: str | None) -> ModelError:

@@ -167,6 +167,53 @@ def test_a_checkpoint_before_the_next_step_has_the_new_values():
         assert torch.equal(pieces["master", f"0.{name}"], value.bfloat16().float())
 
 
+def exchange(first, second):
+    first.weight.data, second.weight.data = second.weight.data, first.weight.data
+
+
+def transpose(first, second):
+    first.weight.data = first.weight.data.t()
+
+
+def one_memory(first, second):
+    first.weight.data = second.weight.data
+
+
+def one_new_memory(first, second):
+    first.weight.data = second.weight.data = torch.ones(4, 4)
+
+
+def changed_after_a_step(change, kind):
+    def work(world):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        engine = Engine(model, world, loss=squared, learning_rate=0.1, **OPTIMIZERS[kind])
+        for number in range(3):
+            engine.train_batch([(x, x.flip(1)) for x in torch.linspace(-1, 1, 16 + number)[number:].view(1, 4, 4)])
+            if number == 0:
+                change(*model)
+        engine.close()
+        return model.state_dict()
+
+    return run_ranks(work, 1)[0]
+
+
+@pytest.mark.parametrize("kind", ["flat", "streamed", "on host"])
+@pytest.mark.parametrize("change", [exchange, transpose])
+def test_memory_that_parameters_have_already(change, kind):
+    """Values are copied to where parameters belong, from where others belong."""
+    mine, theirs = changed_after_a_step(change, kind), changed_after_a_step(change, "torch")
+    for name, value in mine.items():
+        torch.testing.assert_close(value, theirs[name], rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("change", [one_memory, one_new_memory])
+def test_two_parameters_that_get_one_memory_are_refused(change):
+    """In plain PyTorch both updates would change it."""
+    with raises("parameters-over-one-memory", "1.weight", where="parameter 0.weight"):
+        changed_after_a_step(change, "flat")
+
+
 def test_both_ends_of_a_tie_that_are_written_keep_their_value():
     """The owner's value from the previous step arrives later, and must not overwrite it."""
     def rank(world):
