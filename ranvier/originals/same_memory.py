@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterable, Mapping
+from itertools import pairwise
 from typing import Generic, TypeVar
 from weakref import finalize, ref
 
@@ -70,6 +71,27 @@ def refuse_parameters_over_one_memory(parameters: Mapping[str, nn.Parameter]) ->
                                  remedy="Tie them as one parameter (one.weight = other.weight), or give each its "
                                         "own memory: nn.Parameter(other.weight.detach().clone()).")
         group.append((name, parameter, start, stop))
+
+
+def copies_of(tensors: Iterable[Tensor]) -> dict[int, Tensor]:
+    """The identity of each tensor -> its copy. Copies of views of each other are views of each other, too."""
+    groups: dict[int, dict[int, Tensor]] = {}
+    for tensor in tensors:
+        groups.setdefault(storage_of(tensor) or -id(tensor), {})[id(tensor)] = tensor
+    found: dict[int, Tensor] = {}
+    for group in groups.values():
+        first, *others = group.values()
+        extents = sorted(map(extent, group.values())) if others else []
+        if not any(stop > start for (_, stop), (start, _) in pairwise(extents)) or any(
+                one.dtype != first.dtype or one.requires_grad for one in group.values()):
+            found |= {number: tensor.clone() for number, tensor in group.items()}
+            continue
+        start, stop = extents[0][0], max(stop for _, stop in extents)
+        before = first.storage_offset() - (first.data_ptr() - start) // first.itemsize
+        memory = first.as_strided([(stop - start) // first.itemsize], [1], before).clone()
+        found |= {number: memory.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset() - before)
+                  for number, tensor in group.items()}
+    return found
 
 
 class ByMemory(Generic[_Key]):

@@ -30,6 +30,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ranvier.block import LossBlock, State, as_named_tensors, from_named_tensors
 from ranvier.errors import ModelError
+from ranvier.originals.same_memory import copies_of
 from ranvier.pipeline.held_parameters import BATCHES_BY_VALUE, changed_norms, with_norms
 from ranvier.sent_values import place_of
 from ranvier.tensor.columns import plain
@@ -290,8 +291,8 @@ class Segment:
         found = list(self._buffers())
         new = {place for place, buffer in found if buffer is not None and place not in self._seen}
         known = {place for place, _ in found if place in self._changing.places or _is_statistic(place[0])}
-        copies = {id(buffer): buffer.clone() for place, buffer in found
-                  if buffer is not None and (place in new or place in known)}
+        copies = copies_of(buffer for place, buffer in found
+                           if buffer is not None and (place in new or place in known))
         versions = [buffer._version if buffer is not None else 0 for _, buffer in found]
         yield
         for (place, buffer), version in zip(found, versions, strict=True):
@@ -328,7 +329,7 @@ class Segment:
     def _buffers_of(self, before: Mapping[_Place, Tensor | None]) -> Iterator[None]:
         """Context with the buffers as they were, in their own memory; afterwards they are as now."""
         now = {place: _home(place).get(place[1]) for place in before}
-        again = {id(buffer): buffer.clone() for buffer in before.values() if buffer is not None}
+        again = copies_of(buffer for buffer in before.values() if buffer is not None)
         for place, buffer in before.items():
             _home(place)[place[1]] = None if buffer is None else again[id(buffer)]
         try:

@@ -168,6 +168,19 @@ class Shared(nn.Module):
         return self.norm(x) + self.norm(self.scale(x) + self.mean)
 
 
+class Overlapping(nn.Module):
+    """Its statistics are two views of a buffer that it reads as a whole."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(4, dtype=torch.float64)
+        self.register_buffer("both", torch.ones(2, 4, dtype=torch.float64))
+        self.norm.running_mean, self.norm.running_var = self.both
+
+    def forward(self, x):
+        return self.norm(x) * self.both.sum()
+
+
 KEPT = {"batch norm": partial(Tanh, after=partial(nn.BatchNorm1d, 4)),
         "cumulative batch norm": partial(Tanh, after=partial(nn.BatchNorm1d, 4, momentum=None)),
         "instance norm": partial(Tanh, after=lambda: nn.Sequential(
@@ -176,7 +189,7 @@ KEPT = {"batch norm": partial(Tanh, after=partial(nn.BatchNorm1d, 4)),
         "spectral norm by a hook": lambda: spectral_norm(linear()),
         "weight norm by a hook": lambda: weight_norm(linear()),
         "pruned": lambda: prune.l1_unstructured(linear(), "weight", 3),
-        "shared": Shared,
+        "shared": Shared, "views of each other": partial(Tanh, after=Overlapping),
         "attributes": Counts, "made later": MakesLater, "what is in attributes": Remembers,
         "objects": HasObjects, "own generators": Draws,
         **{f"average {how}": partial(Tanh, before=partial(Averaged, how))
