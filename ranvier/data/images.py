@@ -45,7 +45,8 @@ ENDINGS = (".bmp", ".gif", ".jpeg", ".jpg", ".png", ".ppm", ".tif", ".tiff", ".w
 _IMAGENET = "ILSVRC/imagenet-1k"
 _MOST_PIXELS = 1 << 27
 _LONGEST = 8
-"""Largest ratio of an image's sides; a longer image is cropped to its middle before it is resized."""
+"""Ratio of an image's sides up to which it is always resized as a whole, and then cropped. A longer one is cropped to
+its middle first if it would have more than `_MOST_PIXELS` when resized."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,10 +100,11 @@ def resize_and_crop(image: Image.Image, size: int) -> npt.NDArray[np.uint8]:
         if low < 0 or high > 255 or (image.mode == "F" and 0 < high <= 1):
             raise ValueError(f"its values are from {low} to {high} (Pillow's mode {image.mode}): convert it to 8 bits")
     image = image.convert("RGB")
-    if max(width, height) > _LONGEST * min(width, height):
-        image = _middle(image, min(width, _LONGEST * height), min(height, _LONGEST * width))
-        width, height = image.size
     short = short_side(size)
+    longest = max(_LONGEST, _MOST_PIXELS // short**2)
+    if max(width, height) > longest * min(width, height):
+        image = _middle(image, min(width, longest * height), min(height, longest * width))
+        width, height = image.size
     new = (short, int(short * height / width)) if width <= height else (int(short * width / height), short)
     return np.asarray(_middle(image.resize(new, Image.Resampling.BICUBIC), size, size))
 
@@ -424,7 +426,7 @@ def _files(run: Run, progress: Progress) -> Parts:
                 for piece in _pieces(part, size, progress):
                     append(piece)
 
-    folder = cache_folder(run) / "images" / fingerprint(train.state, held.state, size, "upright", "down")
+    folder = cache_folder(run) / "images" / fingerprint(train.state, held.state, size, "upright", "down", "long")
     stored = made_once(folder, make, progress)
     return (_make_pictures(stored[0], run, _augment(run)), _make_pictures(stored[1], run, None), train.classes,
             [part.digest for part in stored])

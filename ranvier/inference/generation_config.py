@@ -15,6 +15,8 @@ _FLAGS: Mapping[str, object] = {"temperature": 1.0, "top_k": 0, "top_p": 1.0}
 _SAMPLING: Mapping[str, object] = {"min_p": 0.0, "typical_p": 1.0, "top_h": None, "epsilon_cutoff": 0.0,
                                    "eta_cutoff": 0.0}
 """Sampling fields that are not supported, each with its neutral value."""
+_LENGTHS: Mapping[str, object] = {"max_new_tokens": None, "max_length": 20}
+"""Limits in place of which `generate` has `--max-tokens`, each with transformers' default."""
 _OTHERS: Mapping[str, object] = {
     "num_beams": 1, "no_repeat_ngram_size": 0, "encoder_no_repeat_ngram_size": 0, "encoder_repetition_penalty": 1.0,
     "min_length": 0, "min_new_tokens": 0, "bad_words_ids": None, "suppress_tokens": None,
@@ -38,12 +40,15 @@ def not_followed(folder: Path, *, samples: bool, given: Collection[str]) -> str:
     draws = samples and settings.get("do_sample") is True
     flags = {name: value for name, value in _changing(settings, _FLAGS).items() if draws and name not in given}
     others = _changing(settings, {**(_SAMPLING if draws else {}), **_OTHERS})
+    lengths = {} if "max_tokens" in given else _changing(settings, _LENGTHS)
     parts = []
     if others:
         parts.append(f"{', '.join(f'{name} {value}' for name, value in others.items())}: not supported by generate")
     if flags:
         words = (f"--{name.replace('_', '-')} {value}" for name, value in flags.items())
         parts.append(f"{', '.join(flags)}: not read, give {' '.join(words)}")
+    if lengths:
+        parts.append(f"{', '.join(f'{name} {value}' for name, value in lengths.items())}: not read, give --max-tokens")
     return f"{folder / _FILE} names {'; '.join(parts)}" if parts else ""
 
 

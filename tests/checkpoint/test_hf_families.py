@@ -243,7 +243,8 @@ def test_an_exported_model_has_its_processor_of_images(model_of, tmp_path):
     import_model(model_of("ViTForImageClassification")[1], tmp_path / "run", tell=lambda line: None)
     export(tmp_path / "run", tmp_path / "there", tell=lambda line: None)
     processor = transformers.AutoImageProcessor.from_pretrained(tmp_path / "there")
-    for shape in ((20, 20, 3), (17, 31, 3), (70, 100, 3), (14, 13, 3)):  # the last is cropped by an odd number
+    for shape in ((20, 20, 3), (17, 31, 3), (70, 100, 3), (14, 13, 3),
+                  (9, 200, 3), (171, 2, 3)):  # the fourth is cropped by an odd number
         image = np.random.default_rng(0).integers(0, 256, shape, dtype=np.uint8)
         expected = pixels(resize_and_crop(Image.fromarray(image), 12)[None], 12)
         assert torch.equal(processor(Image.fromarray(image), return_tensors="pt")["pixel_values"], expected)
@@ -270,6 +271,13 @@ def test_other_pixels_than_those_of_its_training(model_of, tmp_path, capsys, cha
             assert (note is None or note in told) and ("does not crop images" in told) == ("do_center_crop" in changed)
     assert run_command(["export", str(tmp_path / "run"), str(tmp_path / "there")]) == 0
     assert (tmp_path / "there/preprocessor_config.json").read_text() == document
+
+
+def test_a_damaged_processor_of_images_is_refused(model_of, tmp_path, capsys):
+    _, folder = model_of("ViTForImageClassification")
+    (folder / "preprocessor_config.json").write_text('{"size": ')
+    assert run_command(["import", str(folder), str(tmp_path / "run")]) == 2
+    assert "has a preprocessor_config.json that cannot be read" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("kind", "name"), [

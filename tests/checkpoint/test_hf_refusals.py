@@ -130,6 +130,12 @@ def test_a_quantized_model_is_refused_as_such(tmp_path):
     refused(tmp_path, ["import", model, tmp_path / "out"], "pretrained-tensor-missing", "is quantized (gptq)", NORM)
 
 
+def test_weights_that_are_not_quantized_although_the_configuration_says_so(tmp_path, capsys):
+    model = write_model(tmp_path / "model", parameters(), quantization_config={"quant_method": "gptq", "bits": 4})
+    assert run_command(["import", str(model), str(tmp_path / "out")]) == 0
+    assert "config.json has a quantization_config" in capsys.readouterr().out
+
+
 def test_a_head_that_differs_in_its_last_row_only(tmp_path, monkeypatch):
     monkeypatch.setattr(pretrained, "_ROWS_BYTES", 7 * 8 * SMALL.hidden)
     head = parameters()[WTE].clone()

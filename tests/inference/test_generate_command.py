@@ -87,6 +87,8 @@ def test_the_models_repetition_penalty_is_that_of_its_folder(folder, capsys, tmp
     ({"do_sample": True, "min_p": 0.2, "num_beams": 4}, {"samples": False}, "num_beams 4: not supported by generate"),
     ({"suppress_tokens": [], "guidance_scale": None, "num_beams": 1, "max_length": 20, "eos_token_id": [1, 2]}, {}, ""),
     ({"suppress_tokens": [7], "no_repeat_ngram_size": 3}, {}, "no_repeat_ngram_size 3, suppress_tokens [7]: not"),
+    ({"max_length": 512}, {}, "max_length 512: not read, give --max-tokens"),
+    ({"max_length": 512, "max_new_tokens": 8}, {"given": {"max_tokens"}}, ""),
     ({"token_healing": True}, {}, "token_healing True: not supported")])
 def test_what_else_the_folder_says_of_texts_is_told(tmp_path, said, flags, told):
     (tmp_path / "generation_config.json").write_text(json.dumps(said))

@@ -159,7 +159,7 @@ def load_pretrained(engine: Engine, pretrained: Pretrained) -> list[str]:
     shapes = {parameter.name: parameter.shape for parameter in owners}
     names = {parameter.name: parameter.origin if parameter.origin is not None and parameter.name not in
              pretrained.places else parameter.name for parameter in owners}  # here -> in the folder
-    notes: list[str] = []
+    notes = pretrained.notes_on_quantization()
     taken: set[str] = set()
     for name, shape in shapes.items():
         if names[name] in pretrained.places and _fits(pretrained, names[name], shape, notes):

@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
-from ranvier.checkpoint.hf.pretrained import own_file
+from ranvier.checkpoint.hf.pretrained import own_file, own_json
 from ranvier.config.run import Run
 from ranvier.data.cache import Progress
 from ranvier.data.images import CIFAR, MEAN, STD, short_side
 from ranvier.errors import CheckpointError
-from ranvier.system.untrusted_file import json_object
 
 PREPROCESSOR = "preprocessor_config.json"
 _MOST_BYTES = 1 << 20
@@ -47,10 +47,15 @@ def export_processor(folder: Path, run: Run, step: int, places: list[Path]) -> N
     (folder / PREPROCESSOR).write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
 
 
+def _stored(folder: Path) -> dict[str, Any]:
+    """The content of the file in a folder; empty if there is none. CheckpointError if it is damaged."""
+    return own_json(folder, PREPROCESSOR, _MOST_BYTES) if (folder / PREPROCESSOR).exists() else {}
+
+
 def _differences(folder: Path) -> dict[str, object]:
-    """The keys in which the file of a folder differs from `processor` of its size; empty if it cannot be read. Without
+    """The keys in which the file of a folder differs from `processor` of its size; empty if there is none. Without
     image_mean or image_std, transformers uses those of the class, which are seldom ImageNet's."""
-    stored = json_object(folder / PREPROCESSOR, _MOST_BYTES)
+    stored = _stored(folder)
     if stored:
         stored = dict.fromkeys(("image_mean", "image_std"), "of its class") | stored
     sizes = [stored.get(key) for key in ("crop_size", "size")]
@@ -81,7 +86,7 @@ def check_pixels(folder: Path, tell: Progress) -> None:
                                          "or evaluate it with transformers.")
     for note in notes_on_images(folder):
         tell(note)
-    stored = json_object(folder / PREPROCESSOR, _MOST_BYTES)
+    stored = _stored(folder)
     if stored and not stored.get("do_center_crop"):
         tell(f"{folder / PREPROCESSOR} does not crop images; Ranvier crops those of a folder (and not those "
              "of CIFAR)")

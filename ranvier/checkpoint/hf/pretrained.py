@@ -63,7 +63,7 @@ class PretrainedConfig:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.document = document = _json(folder, "config.json", _CONFIG_BYTES)
+        self.document = document = own_json(folder, "config.json", _CONFIG_BYTES)
         self.form = form_of_type(document.get("model_type"))
         self.config, self.notes = self.form.read(document)
         self.head = _head(self.form, document)
@@ -125,14 +125,19 @@ class Pretrained(PretrainedConfig):
         return self._tensors.read(self._called[name], None if rows is None else slice(0, rows))
 
     def notes_on_tensors(self) -> list[str]:
-        """Notes for the user on the head."""
+        """Notes for the user on the head and the weights."""
         found = []
         if self.left_out:
             found.append(f"left out: {len(self.left_out)} tensors of other heads ({', '.join(self.left_out[:3])}"
                          f"{', ...' if len(self.left_out) > 3 else ''})")
         if self.missing:
             found.append(f"not in the files, so initialised from the seed: {', '.join(self.missing)}")
-        return found
+        return found + self.notes_on_quantization()
+
+    def notes_on_quantization(self) -> list[str]:
+        """A note for the user on weights that only config.json describes as quantized: others are refused."""
+        return ["config.json has a quantization_config, with which transformers would read the weights as quantized: "
+                "they are not, and are used as they are"] if self.document.get("quantization_config") else []
 
     def state_dict(self) -> dict[str, Tensor]:
         """All tensors for transformers: with its names and layout, in fp32."""
@@ -254,7 +259,8 @@ def own_file(folder: Path, name: str) -> Path:
                             f"has a file {name} that cannot be read: {error.strerror or error}") from error
 
 
-def _json(folder: Path, name: str, most_bytes: int) -> dict[str, object]:
+def own_json(folder: Path, name: str, most_bytes: int) -> dict[str, object]:
+    """The JSON object in a file of `own_file`. CheckpointError if it is damaged."""
     path = own_file(folder, name)
     try:
         document = read_json(path, most_bytes)
@@ -284,7 +290,7 @@ def _open(folder: Path) -> Tensors:
     if _is_there(folder / "model.safetensors"):
         return _Safetensors(folder, ["model.safetensors"])
     if _is_there(folder / "model.safetensors.index.json"):
-        placed = _json(folder, "model.safetensors.index.json", _INDEX_BYTES).get("weight_map")
+        placed = own_json(folder, "model.safetensors.index.json", _INDEX_BYTES).get("weight_map")
         if not isinstance(placed, dict) or not all(isinstance(name, str) for name in placed.values()):
             raise _folder_error("pretrained-index-without-map", folder,
                                 "has a model.safetensors.index.json without a weight_map of file names")
