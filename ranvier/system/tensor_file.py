@@ -82,15 +82,23 @@ def write_tensors(path: Path, slots: Sequence[Slot], tensors: Iterable[Tensor]) 
         for block in _bytes([len(text).to_bytes(8, "little") + text], slots, tensors):
             file.write(block)
             checksum = zlib.crc32(block, checksum)
+            del block  # or the copy of a tensor would be there when the next one is made
     return 8 + len(text) + place, checksum
 
 
 def _bytes(first: list[bytes], slots: Sequence[Slot], tensors: Iterable[Tensor]) -> Iterator[bytes | memoryview]:
     """Yield all bytes of a file, in pieces."""
     yield from first
-    for slot, tensor in zip(slots, tensors, strict=True):
-        if tensor.dtype is not slot.dtype or tuple(tensor.shape) != slot.shape:
-            raise ValueError(f"{slot} got a tensor of {tensor.dtype} and {tuple(tensor.shape)}")
-        block = memoryview(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+    left = iter(tensors)
+    for slot in slots:  # zip would keep the last tensor
+        block = _memory(slot, next(left))
         for start in range(0, len(block), _WRITE_BYTES):
             yield block[start:start + _WRITE_BYTES]
+        del block
+
+
+def _memory(slot: Slot, tensor: Tensor) -> memoryview:
+    """The bytes of a tensor, in host memory."""
+    if tensor.dtype is not slot.dtype or tuple(tensor.shape) != slot.shape:
+        raise ValueError(f"{slot} got a tensor of {tensor.dtype} and {tuple(tensor.shape)}")
+    return memoryview(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)

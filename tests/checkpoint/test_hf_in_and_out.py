@@ -10,6 +10,7 @@ import pytest
 import torch
 from hf_folders import SMALL, edit_manifest, parameters, write_checkpoint, write_model
 from safetensors.torch import load_file, save_file
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from ranvier.checkpoint.hf import export_model as hf_export
 from ranvier.checkpoint.hf import form as hf
@@ -371,6 +372,22 @@ def test_files_that_safetensors_reads(tmp_path):
     assert written == (path.stat().st_size, checksum(path))
     with pytest.raises(ValueError, match=r"got a tensor of torch\.float16 and \(2, 3, 4\)"):
         write_tensors(tmp_path / "x", slots[:1], [tensors["c"]])
+
+
+def test_one_tensor_at_a_time_is_in_memory(tmp_path, monkeypatch):
+    """Of what is made for the file: the tensor, or its copy if the elements are not in order."""
+    slots = [Slot(name=name, dtype=torch.float32, shape=(3, 2)) for name in "abc"]
+    alive, contiguous = [], torch.Tensor.contiguous
+
+    def copied(tensor):
+        assert all(one.expired() for one in alive)
+        result = contiguous(tensor)
+        alive.append(StorageWeakRef(result.untyped_storage()))
+        return result
+
+    monkeypatch.setattr(torch.Tensor, "contiguous", copied)
+    write_tensors(tmp_path / "x", slots, (torch.ones(2, 3).t() for _ in slots))
+    assert len(alive) == 3
 
 
 def test_cut_into_shards():
