@@ -30,7 +30,7 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from sys import getrefcount
 from weakref import ref
 
@@ -478,11 +478,13 @@ class Gradients:
         self.unapplied = True
         self._versions = self._versions_now()
 
-    def were_zeroed(self) -> bool | None:
-        """Whether all gradients of this rank were set to None or zero since `note_values`; None if it had none."""
-        found = [spec.parameter.grad for spec in self.owned_specs() if spec.name in self._versions]
+    def were_zeroed(self, updated: Collection[nn.Parameter] = ()) -> bool | None:
+        """Whether all gradients of this rank were set to None or zero since `note_values`; None if it had none.
+        updated: the parameters whose gradients count, if there are any."""
+        specs = [spec for spec in self.owned_specs() if not updated or spec.parameter in updated]
+        found = [spec.parameter.grad for spec in specs if spec.name in self._versions]
         given = [grad for grad in found if grad is not None]
-        written = [spec.name for spec in self.owned_specs() if spec.parameter.grad is not None
+        written = [spec.name for spec in specs if spec.parameter.grad is not None
                    and spec.parameter.grad._version != self._versions.get(spec.name)]
         return (not given or (bool(written) and not any(bool(grad.any()) for grad in given))) if found else None
 

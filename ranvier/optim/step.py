@@ -372,10 +372,15 @@ class Updater:
         self.gradients.take_edits()
 
     def were_zeroed(self) -> bool | None:
-        """See `Gradients.were_zeroed`; also for the user's optimizer."""
+        """See `Gradients.were_zeroed`; only of what the user's optimizer updates, which zeroes no others."""
         if self.masters is not None:
             self.masters.give_gradients()
-        return self.gradients.were_zeroed()
+        copies = {} if self.masters is None else self.masters.of
+        in_groups = {parameter for group in getattr(self.users, "param_groups", ()) for parameter in group["params"]}
+        updated = {spec.parameter for spec in self.gradients.owned_specs()
+                   if copies.get(spec.parameter, spec.parameter) in in_groups}
+        zeroed = self.gradients.were_zeroed(updated)
+        return zeroed or None if self.users is not None and not updated else zeroed  # other ranks tell
 
     def let_go(self) -> None:
         """See `Gradients.let_go`."""

@@ -227,6 +227,32 @@ def test_a_step_with_the_result_of_an_evaluation_is_refused():
     on_mesh(small_gpt, Mesh(data=2), work, learning_rate=1e-2, optim=Optim())
 
 
+@pytest.mark.filterwarnings("ignore:.*none of the parameters")
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("mesh", [Mesh(), Mesh(pipe=2)], ids=str)
+def test_an_optimizer_of_some_parameters_ends_a_batch(mesh, dtype):
+    """Its zero_grad leaves the gradients of the others, as in a plain loop, whose loss does not depend on them."""
+    x, blocks = torch.linspace(-1, 1, 8, dtype=dtype).view(2, 4), nn.Sequential(Plain(), nn.Linear(4, 4)).to(dtype)
+
+    def losses(world, by_engine):
+        model = copy.deepcopy(blocks)
+        engine = Engine(model, world, mesh=mesh, loss=squared, dtype=dtype,
+                        optimizer=lambda parameters: torch.optim.SGD(model[1].parameters(), lr=0.1))
+        found = []
+        for _ in range(3):
+            found.append((result := engine.forward_backward([(x, x.flip(1))])).loss)
+            if by_engine:
+                engine.step(result)
+            elif engine.optimizer is not None:
+                engine.optimizer.step()
+                engine.optimizer.zero_grad()
+        engine.close()
+        return found
+
+    assert run_ranks(partial(losses, by_engine=False), mesh.size) == run_ranks(
+        partial(losses, by_engine=True), mesh.size)
+
+
 @pytest.mark.parametrize("options", [
     {"optimizer": partial(torch.optim.AdamW, weight_decay=0.1)},
     {"optim": Optim(weight_decay=0.1, ema=0.5, clip_norm=0.1, clip_from="previous-step")}], ids=["torch", "ranvier"])
