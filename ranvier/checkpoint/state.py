@@ -16,6 +16,7 @@ The layout defines which rank holds what, so a reader on any mesh needs only box
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -34,7 +35,7 @@ from ranvier.checkpoint.manifest import (
     damaged_error,
 )
 from ranvier.checkpoint.user_optimizer import groups_of, saved_groups, state_on_device, take_settings
-from ranvier.errors import CheckpointError
+from ranvier.errors import CheckpointError, counted
 from ranvier.layout import Box, Slice, index_of, whole_box
 from ranvier.models.lora import is_adapter
 from ranvier.optim.rules import EMA
@@ -326,6 +327,11 @@ def load(engine: Engine, saved: Saved) -> None:
         raise CheckpointError(what, code="checkpoint-of-other-buffers", where=f"checkpoint {saved.folder}",
                               remedy=_SAME_MODEL)
     fill(engine, saved)
+    stay = [name for name in frozen_parameters(engine) if engine.layout[name].trainable
+            and name not in saved.manifest.frozen]
+    if stay and engine.coordinates.is_first_on_pipeline_rank:
+        warnings.warn(f"{counted(len(stay), 'parameter')} that the checkpoint {saved.folder} was training, such as "
+                      f"{stay[0]}, stay frozen: unfreeze them (requires_grad_(True)) to train them on", stacklevel=4)
     set_extra_states(engine, extra_states(engine, saved))
     random = saved.manifest.tensors.get("random", {})
     for piece in _random(engine):

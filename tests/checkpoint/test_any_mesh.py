@@ -232,11 +232,17 @@ def test_frozen_parameters_stay_frozen(tmp_path):
         assert not any(name.startswith(("layer0", "embedding.position")) for name in trained)
         return train(engine, 2)
 
+    def load_frozen(engine):
+        engine.named_parameters()["layer1.mlp.fc1.bias"].requires_grad_(False)
+        with pytest.warns(UserWarning, match=r"1 parameter that .*, such as layer1\.mlp\.fc1\.bias, stay frozen"):
+            Checkpoints(engine, tmp_path).load()
+
     expected = on(Mesh(data=2, pipe=2), save, model=model())
     manifest = Saved(tmp_path / "step-2").manifest
     assert "embedding.position.weight" in manifest.frozen and "layer0.mlp.fc1.bias" in manifest.frozen
     assert on(Mesh(data=2, pipe=2), load, model=model())[0] == expected[0]
     assert on(Mesh(), load)[0] == pytest.approx(expected[0], rel=1e-5)  # built with everything trainable
+    on(Mesh(), load_frozen)
 
 
 @pytest.mark.parametrize("mesh", quick(1, [Mesh(col=2), Mesh(row=2, col=2)]), ids=str)
