@@ -19,7 +19,7 @@ Category = Literal["forward", "backward", "weight", "wait", "reduce", "optimizer
 CATEGORIES: dict[str, Category] = {"F": "forward", "B": "backward", "W": "weight"}
 """Kind of action (`ranvier.schedule.schedule.Action`) -> category."""
 MOST_SPANS = 100_000
-"""Maximum number of spans that are kept if no program takes them; older ones are dropped."""
+"""Maximum number of spans that are kept if no program takes them, about 20 MB; older ones are dropped."""
 
 
 class Span(NamedTuple):
@@ -79,7 +79,7 @@ class Timeline:
         return now
 
     def take(self) -> list[Span]:
-        """Return all spans so far, and forget them."""
+        """Return the spans since the last call, at most the latest 100,000, and forget them."""
         spans = list(self.spans)
         self.spans.clear()
         return spans
