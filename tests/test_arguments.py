@@ -124,6 +124,7 @@ def test_an_argument_of_an_engine(options, where):
     (lambda: ranvier.Model(blocks={"a": nn.Identity}, loss=nn.MSELoss), "loss-is-class"),
     (lambda: ranvier.start("data=2"), "mesh-of-other-type"),
     (lambda: ranvier.run(len, mesh=4), "mesh-of-other-type"),
+    (lambda: make(as_model(blocks(), squared), ranvier.Mesh(), sample=torch.ones(2, 4)), "sample-form"),
     (lambda: Pipeline(in_flight=True), "malformed-argument"), (lambda: Memory(recompute=True), "malformed-argument"),
     (lambda: Train(learning_rate=math.inf), "malformed-argument"), (lambda: Checkpoint(dir=""), "malformed-argument"),
     (lambda: Optim(clip_norm=math.nan), "malformed-argument"),

@@ -213,9 +213,8 @@ def make(model: Model, mesh: Mesh, *, sample: Sample | None = None, pipeline: Pi
     if policy is not None:
         check_policy_object(policy, "make(policy=...)")
     if sample is not None and not (isinstance(sample, (tuple, list)) and len(sample) == 2):
-        raise ConfigError("must be (inputs, targets) of a microbatch", code="malformed-argument",
-                          where="make(sample=...)", value=type(sample).__name__,
-                          remedy="Give a value of this form, or leave it out for None.")
+        raise ConfigError("must be the inputs and targets of a microbatch", code="sample-form",
+                          where="make(sample=...)", value=type(sample).__name__, remedy="Give (inputs, targets).")
     mesh.require_known_axes("the engine")
     own = optim is not None if own_optimizer is None else own_optimizer
     policy, placement = policy or policy_named(pipeline.policy), stage_placement(mesh.pipeline_size, pipeline)
