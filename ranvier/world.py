@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from math import prod
 from numbers import Real
 from typing import Any, Literal, NoReturn, overload
+from zlib import crc32
 
 import torch
 from torch import Tensor
@@ -142,7 +144,9 @@ class World:
                                                                                   device="cpu"))
         if op in ("sum", "mean") and not reduced.dtype.is_floating_point and not reduced.dtype.is_complex:
             reduced = reduced.to(torch.int64 if op == "sum" else torch.float64)
-        self._all_ranks().all_reduce(reduced, "sum" if op == "mean" else op).wait()
+        ranks, shape = self._all_ranks(), list(value.shape) if isinstance(value, Tensor) else []
+        _check_kind(f"{op} of {_name(reduced.dtype)} {shape}", ranks)
+        ranks.all_reduce(reduced, "sum" if op == "mean" else op).wait()
         if op == "mean":
             reduced = reduced / self.size
         return reduced.reshape(value.shape) if isinstance(value, Tensor) else float(reduced)
@@ -153,24 +157,47 @@ class World:
         return [_unpacked(one) for one in self._all_ranks().gather_objects(_packed(value, "World.gather_objects"))]
 
     def broadcast(self, value: Any, source: int = 0) -> Any:
-        """Return the `value` of rank `source` on all ranks: a tensor, for which all ranks pass one of the same shape,
-        or a value as in `gather_objects`. Collective."""
+        """Return the `value` of rank `source` on all ranks: a tensor, or a value as in `gather_objects`. What the other
+        ranks pass does not matter. Collective."""
         check_arguments(World.broadcast, locals())
         if not 0 <= source < self.size:
             raise ConfigError(f"is not a rank; there are {self.size}", code="broadcast-source",
                               where="World.broadcast(source=...)", value=source, remedy="Give the number of a rank.")
-        if not isinstance(value, Tensor):
-            own = _packed(value, "World.broadcast") if self.rank == source else None
-            return _unpacked(self._all_ranks().gather_objects(own)[source])
-        sent = _flat_copy(value)
-        self._all_ranks().broadcast(sent, source).wait()
-        return sent.reshape(value.shape)
+        ranks, own = self._all_ranks(), None
+        if self.rank == source:
+            own = ([_name(value.dtype), list(value.shape), value.device.type] if isinstance(value, Tensor)
+                   else [_packed(value, "World.broadcast")])
+        found = ranks.gather_objects(own)[source]
+        if len(found) == 1:
+            return _unpacked(found[0])
+        dtype, shape, device = found
+        sent = (_flat_copy(value) if self.rank == source else
+                torch.empty(prod(shape), dtype=getattr(torch, dtype), device="cpu" if device == "cpu" else self.device))
+        ranks.broadcast(sent, source).wait()
+        return sent.reshape(shape)
 
     def close(self) -> None:
         """Close the backend, and the one that this rank was started with. Idempotent; all ranks call it."""
         self.backend.close()
         if self._first is not None:
             self._first.close()
+
+
+def _name(dtype: torch.dtype) -> str:
+    """Name of `dtype` in torch."""
+    return str(dtype).removeprefix("torch.")
+
+
+def _check_kind(kind: str, ranks: Group) -> None:
+    """Raise ConfigError, on every rank, unless all `ranks` reduce the same `kind`: sums of memory of other sizes and
+    dtypes have no meaning."""
+    if len(set(ranks.gather_number(crc32(kind.encode())))) > 1:
+        of_ranks = ranks.gather_objects(kind)
+        other = next(rank for rank, found in enumerate(of_ranks) if found != of_ranks[0])
+        raise ConfigError(f"is not of the same kind on all ranks: {of_ranks[0]} on rank 0, {of_ranks[other]} on rank "
+                          f"{other}", code="reduce-differs", where="World.all_reduce(value)", value=kind,
+                          remedy="Give all ranks the same op and tensors of one shape and dtype, zeros where a rank has "
+                                 "nothing to add.")
 
 
 def _packed(value: object, where: str) -> object:

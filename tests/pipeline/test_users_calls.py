@@ -297,11 +297,21 @@ def test_values_over_all_ranks():
         assert world.gather_objects(values)[world.rank] == values and world.broadcast((1, [2])) == (1, [2])
         assert world.broadcast(f"from {world.rank}", source=1) == "from 1"
         assert torch.equal(world.broadcast(table, source=2), table - world.rank + 2)
+        sent = world.broadcast(table.bool() if world.rank == 1 else None, source=1)  # others pass anything
+        assert sent.dtype == torch.bool and torch.equal(sent, (table - world.rank + 1).bool())
         for wrong in (lambda: world.all_reduce(1.0, "product"), lambda: world.broadcast(1, source=3)):
             with pytest.raises(ConfigError):
                 wrong()
 
     run_ranks(work, 3)
+
+
+@pytest.mark.parametrize("of_rank", [(0, torch.tensor(5)), (torch.ones(2), torch.ones(2, dtype=torch.float64)),
+                                     (torch.ones(2, 3), torch.ones(3, 2))], ids=["number", "dtype", "shape"])
+def test_values_of_other_kinds_are_not_summed(of_rank):
+    with pytest.raises(ConfigError, match="is not of the same kind on all ranks") as error:
+        run_ranks(lambda world: world.all_reduce(of_rank[world.rank]), 2)
+    assert error.value.code == "reduce-differs"
 
 
 # ---------------------------------------------------------------------- named parameters
