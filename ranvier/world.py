@@ -196,8 +196,8 @@ def _check_kind(kind: str, ranks: Group) -> None:
         other = next(rank for rank, found in enumerate(of_ranks) if found != of_ranks[0])
         raise ConfigError(f"is not of the same kind on all ranks: {of_ranks[0]} on rank 0, {of_ranks[other]} on rank "
                           f"{other}", code="reduce-differs", where="World.all_reduce(value)", value=kind,
-                          remedy="Give all ranks the same op and tensors of one shape and dtype, zeros where a rank has "
-                                 "nothing to add.")
+                          remedy="Give all ranks the same op, and tensors of one shape and dtype: zeros where a rank "
+                                 "has nothing to add.")
 
 
 def _packed(value: object, where: str) -> object:
