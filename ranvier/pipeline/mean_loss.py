@@ -12,7 +12,8 @@ _MEAN = 1
 """`at::Reduction::Mean`, as torch's losses save it for their backward."""
 _LEAST_COUNT = 8
 """Fewer elements, or a smaller divisor, may be losses of several heads instead of samples."""
-_PASSED_ON = ("AddBackward", "CloneBackward", "SqueezeBackward", "ToCopyBackward", "ViewBackward")
+_PASSED_ON = ("AddBackward", "CloneBackward", "NegBackward", "RsubBackward", "SqueezeBackward", "SubBackward",
+              "ToCopyBackward", "ViewBackward")
 
 
 def warn_of_mean(loss: Tensor, weight: Tensor | float) -> bool:

@@ -24,6 +24,9 @@ MEANS: dict[str, Loss] = {
     "over dimensions": lambda x, y, t: (x - y).abs().mean((0, 1)).float().reshape(()),
     "batchmean": lambda x, y, t: F.kl_div(x.log_softmax(1), y.softmax(1), reduction="batchmean"),
     "quotient": lambda x, y, t: ((x - y) ** 2).sum() / len(x),
+    "policy gradient": lambda x, y, t: -(x.log_softmax(1) * y).sum(1).mean(),
+    "similarity": lambda x, y, t: 1 - F.cosine_similarity(x, y).mean(),
+    "entropy": lambda x, y, t: F.cross_entropy(x, t) - 0.1 * x.softmax(1).square().mean(),
     "two": lambda x, y, t: F.mse_loss(x, y) + 0.1 * F.cross_entropy(x, t),
 }
 SUMS: dict[str, Loss] = {
@@ -31,6 +34,7 @@ SUMS: dict[str, Loss] = {
     "mean times count": lambda x, y, t: F.cross_entropy(x, t) * len(x),
     "means of features": lambda x, y, t: ((x - y) ** 2).mean(1).sum(),
     "means of samples": lambda x, y, t: sum((F.mse_loss(a, b) for a, b in zip(x, y, strict=True)), torch.zeros(())),
+    "minus halves": lambda x, y, t: 1 - ((x - y) ** 2).sum() - x.sum() / 2,
     "halved": lambda x, y, t: ((x - y) ** 2).sum() / 2,
     "mean of ensemble": lambda x, y, t: torch.stack([(x - y).square().sum(), (x - y).abs().sum()]).mean(),
 }
