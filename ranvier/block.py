@@ -475,10 +475,12 @@ def as_named_tensors(state: object, where: str, *, is_input: bool = False) -> di
         raise ModelError(f"must be a tensor, or {SENT}, with at least one tensor{_odd(state)}", code="inputs-type",
                          where=where, value=type(state).__name__,
                          remedy="Give other values as tensors, such as torch.tensor(0.5) or torch.from_numpy(array).")
-    remedy = f"Return the carried state that the next block takes, such as a tuple or a dict{dataclass_hint(state)}."
-    if isinstance(state, Mapping) and (hint := wrapping_hint(state)) is not None:
-        remedy = f"{hint}."
-    raise ModelError(f"must return a tensor, or {SENT}, with at least one tensor{_odd(state)}",
+    odd, hint = _odd(state), dataclass_hint(state)
+    remedy = ("Return it as a tensor, such as torch.tensor(0.5), or leave it out." if odd and not hint else
+              f"Return the carried state that the next block takes, such as a tuple or a dict{hint}.")
+    if isinstance(state, Mapping) and (line := wrapping_hint(state)) is not None:
+        remedy = f"{line}."
+    raise ModelError(f"must return a tensor, or {SENT}, with at least one tensor{odd}",
                      code="block-output-type", where=where, value=type(state).__name__, remedy=remedy)
 
 

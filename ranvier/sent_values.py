@@ -47,7 +47,7 @@ def pack(name: str, value: Any, others: Sequence[Any]) -> dict[str, Tensor]:
     try:
         leaves, structure = _flatten(value)
         packed = [_as_tensor(leaf, like) for leaf in leaves]
-    except (NotImplementedError, TypeError, ValueError) as error:
+    except (AttributeError, NotImplementedError, TypeError, ValueError) as error:
         raise NotSent(f"is used in a later block, and only {SENT} can be sent there", code="value-cannot-be-sent",
                       where=f"value {name}", value=type(value).__name__,
                       remedy=f"Cut elsewhere, or compute it in the block that uses it{dataclass_hint(value)}."

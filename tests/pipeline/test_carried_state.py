@@ -1,7 +1,7 @@
 """What stages send: several named tensors of several dtypes, some of them for only a part of the way."""
 
 import sys
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
@@ -197,7 +197,8 @@ def run(make, batches, mesh):
 
 @pytest.mark.parametrize("mesh", [Mesh(), Mesh(pipe=2)], ids=str)
 @pytest.mark.parametrize("returned", [None, (), {}, {"a": 1}, {(3, 4): torch.ones(1)}, (torch.ones(1), -1),
-                                      [torch.ones(1), "a"], {"a": (torch.ones(1), 0.5)}], ids=repr)
+                                      [torch.ones(1), "a"], {"a": (torch.ones(1), 0.5)},
+                                      pytest.param(defaultdict(lambda: 0, a=torch.ones(1)), id="lambda")], ids=repr)
 def test_a_block_that_returns_something_else(mesh, returned):
     with pytest.raises(ModelError) as refused:
         run(of(lambda linear, x: returned, torch.tanh), points([[2]]), mesh)
@@ -226,8 +227,8 @@ class Output(OrderedDict):
 
 
 @pytest.mark.parametrize(("returned", "says"), [
-    ({"a": torch.ones(1), "mask": "b"}, r"; \['mask'\] is a str \(got 'dict'\)\. Return the carried state"),
-    ((torch.ones(1), [0.5]), r"; \[1\]\[0\] is a float \(got 'tuple'\)\. Return the carried state"),
+    ({"a": torch.ones(1), "mask": "b"}, r"; \['mask'\] is a str \(got 'dict'\)\. Return it as a tensor, such as "),
+    ((torch.ones(1), [0.5]), r"; \[1\]\[0\] is a float \(got 'tuple'\)\. Return it as a tensor, such as "),
     (Output(past=None, logits=torch.ones(1)), r" \(got 'Output'\)\. Wrap it in a module with the line: "
      r"def forward\(self, state\): return self\.module\(state\)\[\"logits\"\]\.")], ids=repr)
 def test_a_refused_state_says_which_key_and_what_to_do(returned, says):
