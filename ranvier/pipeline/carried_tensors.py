@@ -11,9 +11,11 @@ memory of a buffer may be changed on the buffer's stage.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from ranvier.errors import ModelError
@@ -142,6 +144,23 @@ def refuse_partial(state: Mapping[str, Tensor], names: Collection[str], in_pass:
 
     for name in names if len(names) > 1 else ():
         state[name].register_hook(hook)
+
+
+class RefuseUnused(TorchFunctionMode):
+    """Refuses gradients with respect to tensors in `entered`, which an earlier stage has sent, with allow_unused or
+    materialize_grads: if the graph here does not have the tensor, no hook runs and torch raises no error."""
+
+    def __init__(self, entered: Mapping[str, Tensor]) -> None:
+        TorchFunctionMode.__init__(self)
+        self._entered = entered
+
+    def __torch_function__(self, func: Callable[..., Any], types: Sequence[type], args: tuple[Any, ...] = (),
+                           kwargs: Mapping[str, Any] | None = None) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.autograd.grad and (kwargs["allow_unused"] or kwargs["materialize_grads"]) and any(
+                wanted is tensor for wanted in args[1] for tensor in self._entered.values()):
+            raise partial_gradient("the carried state")
+        return func(*args, **kwargs)
 
 
 def partial_gradient(where: str) -> ModelError:

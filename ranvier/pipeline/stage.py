@@ -266,7 +266,10 @@ class Stage:
         leaves: dict[str, Tensor] = {}
         entered: dict[str, Tensor] = {}
         self._weights.forward_bytes = 0
-        with torch.set_grad_enabled(keeps_graph), self._surroundings("forward"):
+        looks = self._is_watched and number == 0 and len(requires_grad) > 1 and self._mesh is None and (
+            self._compiled is None)
+        with torch.set_grad_enabled(keeps_graph), self._surroundings("forward"), (
+                carried_tensors.RefuseUnused(entered) if looks else _AS_THEY_ARE):
             for name, tensor in inputs.items():
                 entered[name] = leaf = tensor.detach()
                 if self.training and name in requires_grad:

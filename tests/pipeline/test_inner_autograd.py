@@ -304,18 +304,20 @@ class SlopeByInput(nn.Module):
     """Adds the gradient of the value with respect to the first block's input, which the value depends on only through
     earlier stages, or with `uses` also here."""
 
-    def __init__(self, uses):
+    def __init__(self, uses, **options):
         super().__init__()
-        self.linear, self.uses = nn.Linear(4, 4), uses
+        self.linear, self.uses, self.options = nn.Linear(4, 4), uses, options
 
     def forward(self, state):
         value = torch.tanh(self.linear(state["y"] + state["x"] if self.uses else state["y"]))
-        return value + torch.autograd.grad(value.sum(), state["x"], create_graph=True)[0]
+        slope, = torch.autograd.grad(value.sum(), state["x"], create_graph=True, **self.options)
+        return value if slope is None else value + slope
 
 
-@pytest.mark.parametrize("uses", [True, False])
-def test_a_gradient_across_stages(uses):
-    model = partial(chain, partial(Carries, True), partial(SlopeByInput, uses))
+@pytest.mark.parametrize(("uses", "option"), [(True, {}), (False, {}), (False, {"allow_unused": True}),
+                                              (False, {"materialize_grads": True})], ids=repr)
+def test_a_gradient_across_stages(uses, option):
+    model = partial(chain, partial(Carries, True), partial(SlopeByInput, uses, **option))
     assert_parity(model, points([[2, 3]]), Mesh())
     with raises("partial-gradient", "boundaries"):
         assert_parity(model, points([[2, 3]]), Mesh(pipe=2))
