@@ -268,8 +268,8 @@ class Stage:
         self._weights.forward_bytes = 0
         looks = self._is_watched and number == 0 and len(requires_grad) > 1 and self._mesh is None and (
             self._compiled is None)
-        with torch.set_grad_enabled(keeps_graph), self._surroundings("forward"), (
-                carried_tensors.RefuseUnused(entered) if looks else _AS_THEY_ARE):
+        with torch.set_grad_enabled(keeps_graph), (
+                self._refusing_unused(entered) if looks else self._surroundings("forward")):
             for name, tensor in inputs.items():
                 entered[name] = leaf = tensor.detach()
                 if self.training and name in requires_grad:
@@ -339,6 +339,11 @@ class Stage:
         if way == "backward":
             return self._others or _AS_THEY_ARE
         return _AS_THEY_ARE if self._autocast is None else casting(self._autocast, self._device)
+
+    @contextmanager
+    def _refusing_unused(self, entered: Mapping[str, Tensor]) -> Iterator[None]:
+        with self._surroundings("forward"), carried_tensors.RefuseUnused(entered):
+            yield
 
     @contextmanager
     def _on_mesh(self, mesh: TensorMesh, way: Literal["forward", "backward"]) -> Iterator[None]:
