@@ -125,7 +125,8 @@ def check_microbatches(batch: Sequence[Microbatch], *, needs_inputs: bool, needs
             if is_needed and value is None:
                 raise ModelError(f"has no {what} on the {stage} stage", code="microbatch-lacks-data",
                                  where=f"microbatch {number}",
-                                 remedy=f"Give the ranks of the {stage} stage the {what} of every microbatch.")
+                                 remedy=f"Give the ranks of the {stage} stage the {what} of every microbatch."
+                                 + " If the loss needs none, give it the inputs." * (what == "targets"))
             if training and (value.requires_grad if isinstance(value, Tensor) else value is not None and any(
                     isinstance(leaf, Tensor) and leaf.requires_grad for leaf in tree_leaves(value))):
                 raise ModelError("require a gradient, which ends where the engine begins",
