@@ -193,10 +193,13 @@ def _train_as_rank(run: ResolvedRun, run_dir: Path, name: str, world: World,
 
 
 def check_folder(run_dir: Path, resume: str) -> None:
-    """ConfigError if `run_dir` contains the results of a run that this one, with its setting `resume`, does not resume.
-    """
+    """ConfigError if `run_dir` contains the results of a run that this one, with its setting `resume`, does not resume;
+    OwnershipError if that run is in progress on this machine."""
+    from ranvier.system.lease import check_usable
+
     resumes = resume == "auto" or (resume != "none" and resume == read.origin(run_dir))
     if os.path.exists(run_dir / "run.toml") and not resumes:
+        check_usable([run_dir], wait_seconds=0)
         raise ConfigError("contains the results of another run", code="run-folder-used", where="run-dir",
                           value=str(run_dir),
                           remedy="Choose another folder with `--run-dir`, resume with `--resume auto`, or remove that "

@@ -1,5 +1,6 @@
 """The command itself: what it prints, its exit codes, and what it leaves on disk."""
 
+import dataclasses
 import errno
 import json
 import os
@@ -21,6 +22,8 @@ from ranvier.config.run import MeshSettings, Run
 from ranvier.launch import start
 from ranvier.launch.launchers import Started
 from ranvier.mesh import Mesh
+from ranvier.system.lease import Owner, heartbeat_content
+from ranvier.system.processes import process_state
 from tests import tiny_runs
 from tests.covering import first
 from tests.errors import reports
@@ -145,6 +148,12 @@ def test_a_folder_that_holds_a_run_is_refused(capsys, tmp_path):
     assert run_command(["train", "gpt-tiny", "--run-dir", str(tmp_path)]) == 2
     assert re.fullmatch(r"ranvier: error: run-dir: contains the results of another run .* Choose another folder .*\n",
                         capsys.readouterr().err)
+    parent = os.getppid()
+    owner = dataclasses.replace(Owner.this_process(), pid=parent, started=process_state(parent)[1])
+    (tmp_path / ".owner.1").write_bytes(heartbeat_content(3, owner))
+    assert run_command(["train", "gpt-tiny", "--run-dir", str(tmp_path)]) == 2
+    err = capsys.readouterr().err  # not the advice to remove the folder of a run in progress
+    assert f"belongs to a run in progress: process {parent} on " in err and "remove that folder" not in err
 
 
 def test_check_as_json(capsys):
