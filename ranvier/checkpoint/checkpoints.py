@@ -390,8 +390,8 @@ class Checkpoints:
                        size_bytes=sum(file.size_bytes for file in manifest.files))
 
     def _failed_write(self, job: _Job, error: Exception | str) -> Written:
-        remedy = ("Free space there or choose another `--checkpoint.dir`; older checkpoints are complete, and "
-                  "`--resume auto` resumes from the newest.")
+        remedy = ("Free space there, or move the folder of checkpoints to another disk and name it with "
+                  "`--checkpoint.dir`; older checkpoints are complete, and `--resume auto` resumes from the newest.")
         if isinstance(error, (OwnershipError, TransportError)):
             remedy = error.texts["remedy"]
         return Written(step=job.step, folder=step_folder(self.folder, job.step), stall_seconds=job.stall_seconds,

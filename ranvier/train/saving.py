@@ -319,8 +319,9 @@ class Saving:
             existing = f"the newest checkpoint is {newest}" if newest else "there is no checkpoint"
             raise UnsavedError(f"is not on the disk, so the run is not done: {problem}; {existing}",
                                code="unsaved", where=f"checkpoint {step_folder(self.checkpoints.folder, step)}",
-                               remedy="Free space there or choose another `--checkpoint.dir`, and resume with "
-                                      f"`--resume auto` `--run-dir {self._run.run_dir}`.")
+                               remedy="Free space there, or move the folder of checkpoints to another disk and name it "
+                                      "with `--checkpoint.dir`, and resume with `--resume auto` `--run-dir "
+                                      f"{self._run.run_dir}`.")
 
     def _missing(self, step: int) -> str | None:
         """Why the checkpoint after `step` is missing or incomplete, if it is; checksums are not computed."""
