@@ -72,11 +72,11 @@ def nodes_of(ranks: int, cluster: Cluster) -> tuple[int, int]:
     return nodes, per_node
 
 
-def start_command(launcher: Launcher, path: Path) -> str:
-    """The command that a user types."""
+def start_command(launcher: Launcher, path: Path, nodes: int) -> str:
+    """The command that a user types to start the job file `path` on `nodes`."""
     name = shlex.quote(str(path))
-    return {"slurm": f"sbatch {name}", "torchrun": f"bash {name} FIRST_MACHINE (on each machine)",
-            "kubernetes": f"kubectl apply -f {name}"}[launcher]
+    return {"slurm": f"sbatch {name}", "kubernetes": f"kubectl apply -f {name}",
+            "torchrun": f"bash {name}" + (" FIRST_MACHINE (on each machine)" if nodes > 1 else "")}[launcher]
 
 
 def _slurm(run_file: Path, run_dir: Path, nodes: int, per_node: int, *, checkpoints: Path | None, saving: str,

@@ -145,7 +145,7 @@ def plan(name: str, run: Run, cluster_names: Sequence[str], request: Request) ->
     if request.out is not None:
         out = shlex.quote(str(request.out))
         start = f"ranvier train {out}" if job is None or request.launcher is None else start_command(
-            request.launcher, job)
+            request.launcher, job, nodes_of(best.run.mesh.size, found.cluster)[0])
         print(f"\nwritten to {request.out}{'' if job is None else f' and {job}'}; now: {start}\n"
               f"or first: ranvier check {out} --cluster {shlex.quote(cluster_names[0])}")
     return found

@@ -268,6 +268,10 @@ def test_a_job_file_beside_the_run(here, tmp_path, capsys, monkeypatch):
         out = tmp_path / f"{launcher}.toml"
         plan("small", RUN, [here], Request(searched="mesh", ranks=8, out=out, launcher=launcher))
         assert str(out) in capsys.readouterr().out
+    for ranks, start in ((2, "bash {}\n"), (8, "bash {} FIRST_MACHINE (on each machine)\n")):
+        plan("small", RUN, [here], Request(searched="mesh", ranks=ranks, out=tmp_path / "torchrun.toml",
+                                           launcher="torchrun"))
+        assert start.format(tmp_path / "torchrun.sh") in capsys.readouterr().out
     for script in ("slurm.sbatch", "torchrun.sh"):
         subprocess.run(["bash", "-n", tmp_path / script], check=True)
     batch = (tmp_path / "slurm.sbatch").read_text()
