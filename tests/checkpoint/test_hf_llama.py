@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from ranvier.checkpoint.hf import llama as hf_llama
 from ranvier.checkpoint.hf.export_model import export
 from ranvier.checkpoint.hf.forms import form_of, form_of_type
+from ranvier.checkpoint.hf.from_pretrained import resolve_pretrained
 from ranvier.checkpoint.hf.import_model import import_model
 from ranvier.checkpoint.hf.pretrained import Pretrained
 from ranvier.config import read
@@ -164,6 +165,9 @@ def test_a_run_on_imported_weights(tmp_path):
     there = tmp_path / "there"
     published("qwen3", there)
     import_model(there, tmp_path / "start", tell=lambda line: None)
+    longer = Run(model=Transformer(pretrained=str(there), sequence=33))
+    with raises("sequence-beyond-pretrained", 33, 32, "max_position_embeddings"):
+        resolve_pretrained(longer)
     own = load(there / "tokenizer.json")
     (tmp_path / "texts").mkdir()
     for number in range(30):

@@ -58,7 +58,7 @@ def with_sizes(run: Run, pretrained: PretrainedConfig) -> Run:
     than the folder's number of positions, and for rows of the vocabulary that would not train."""
     found = pretrained.config
     positions = found.max_positions or found.sequence
-    _check_sequence(run, pretrained.folder, None if found.family == "vit" else positions)
+    _check_sequence(run, pretrained.folder, None if found.family == "vit" else positions, found.family == "llama")
     return replace(run, model=replace(run.model, **_with_vocabulary(run, _sizes(found))))
 
 
@@ -129,11 +129,13 @@ def _with_sizes_there(run: Run, folder: str) -> Run:
     return replace(run, model=replace(run.model, **sizes))
 
 
-def _check_sequence(run: Run, folder: Path | str, positions: int | None) -> None:
+def _check_sequence(run: Run, folder: Path | str, positions: int | None, is_rotary: bool = False) -> None:
     if positions is not None and run.model.sequence > positions:
+        extension = (" To extend a rotary model's context, set max_position_embeddings, and rope_scaling if it needs "
+                     "it, in the config.json of a copy.") if is_rotary else ""
         raise ConfigError(f"is longer than the {positions} positions of {folder}",
                           code="sequence-beyond-pretrained", where="model.sequence", value=run.model.sequence,
-                          remedy=f"Set `--model.sequence {positions}`.")
+                          remedy=f"Set `--model.sequence {positions}`.{extension}")
 
 
 def _check_same(run: Run, sizes: Mapping[str, object]) -> None:
