@@ -25,7 +25,7 @@ def run_of(family: str, sequence: int, mesh: Mesh, tensor: TensorParallel, micro
     return ResolvedRun(
         mesh=mesh, precision="bf16", batch=Batch(global_size=microbatch, microbatch_size=microbatch),
         model=Transformer(family=family, num_layers=1, hidden=256, heads=4, vocab=1001, sequence=sequence),
-        tensor=replace(tensor, panel_bytes=1 << 18))
+        tensor=replace(tensor, panel_bytes=1 << 19))
 
 
 def costs(run: ResolvedRun) -> tuple[BlockCost, ...]:
@@ -42,16 +42,22 @@ def without_storages(kernels: tuple[Kernel, ...]) -> list[Kernel]:
                     writes=tuple(each._replace(storage=0) for each in kernel.writes)) for kernel in kernels]
 
 
+def noted_gaps(monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    """The gap of each product from now on, or None."""
+    gaps, found = [], module._gap
+    monkeypatch.setattr(module, "_gap", lambda lengths: gaps.append(found(lengths)) or gaps[-1])
+    return gaps
+
+
 @pytest.mark.parametrize(("family", "sequence", "mesh", "tensor", "microbatch"), [
     ("gpt", 15_000, Mesh(col=2), TensorParallel(sequence_sharding=True), 2),
-    ("llama", 10_007, Mesh(row=2, col=2), TensorParallel(), 6),
+    ("llama", 9973, Mesh(row=2, col=2), TensorParallel(), 6),
     ("llama", 15_000, Mesh(col=2), TensorParallel(scheme="megatron", sequence_sharding=True), 2),
     ("gpt", 1 << 15, Mesh(row=2), TensorParallel(), 2),
 ])
 def test_like_panels_cost_what_they_cost_one_by_one(monkeypatch: pytest.MonkeyPatch, family: str, sequence: int,
                                                     mesh: Mesh, tensor: TensorParallel, microbatch: int):
-    run, gaps, found = run_of(family, sequence, mesh, tensor, microbatch), [], module._gap
-    monkeypatch.setattr(module, "_gap", lambda lengths: gaps.append(found(lengths)) or gaps[-1])
+    run, gaps = run_of(family, sequence, mesh, tensor, microbatch), noted_gaps(monkeypatch)
     counted = costs(run)
     assert any(gap is not None for gap in gaps) == (mesh.col > 1)
     monkeypatch.setattr(module, "_gap", lambda lengths: None)
@@ -68,9 +74,11 @@ def test_like_panels_cost_what_they_cost_one_by_one(monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize("recompute", ["none", 1])
 def test_like_panels_need_the_memory_that_they_need_one_by_one(monkeypatch: pytest.MonkeyPatch, recompute: int | str):
     """A layer that is recomputed keeps the panels that it has gathered."""
-    run = replace(run_of("llama", 10_007, Mesh(row=2, col=2), TensorParallel(), 2),
+    run = replace(run_of("llama", 9973, Mesh(row=2, col=2), TensorParallel(), 6),
                   memory=Memory(recompute=recompute), launch=Launch(device="cuda"))
+    gaps = noted_gaps(monkeypatch)
     monkeypatch.setattr(count._laid_out, "get", lambda key, found: found())
     counted = count.laid_out(run)[1]
+    assert gaps and all(gap is not None for gap in gaps)
     monkeypatch.setattr(module, "_gap", lambda lengths: None)
     assert count.laid_out(run)[1] == counted
