@@ -1,6 +1,6 @@
 """One tensor that a `TensorRule` updates, with access to the parts of it on other ranks.
 
-    whole(x)    | x00 x01 |     all ranks of the stage gather the parts     part(x)    the part of this rank
+    gather(x)   | x00 x01 |     all ranks of the stage gather the parts     part(x)    the part of this rank
                 | x10 x11 |
     sum(x)      the sum of all parts' elements, or of their rows or columns
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, replace
 from functools import partial
+from typing import assert_never
 
 from ranvier.elastic.change import Change, MeshRequest
 from ranvier.errors import TransportError
@@ -64,6 +65,8 @@ def execute(session: Session, command: Command) -> None:
             session.take_ranks(command)
         case EndRun(summary=summary):
             session.summary = dict(summary)
+        case _:
+            assert_never(command)
 
 
 def _admit(session: Session, request: MeshRequest) -> MeshRequest | None:

@@ -7,7 +7,7 @@ import json
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, cast
+from typing import Any, cast, get_args
 
 import torch
 from pydantic import TypeAdapter
@@ -56,10 +56,7 @@ class ChangeMesh:
     @classmethod
     def read(cls, document: Mapping[str, Any]) -> ChangeMesh:
         """The inverse of `asdict`; `document` may have passed through JSON."""
-        return _CHANGE.validate_python(document)
-
-
-_CHANGE = TypeAdapter(ChangeMesh)
+        return cast(ChangeMesh, _KINDS[cls.__name__].validate_python(document))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,12 +68,7 @@ class EndRun:
 
 Command = ChangeMesh | Call | EndRun
 """`Call`: take these ranks into the world."""
-
-
-def _read(kind: str, document: Mapping[str, Any]) -> Command:
-    if kind == ChangeMesh.__name__:
-        return ChangeMesh.read(document)
-    return Call(**document) if kind == Call.__name__ else EndRun(**document)
+_KINDS: Mapping[str, TypeAdapter[Command]] = {kind.__name__: TypeAdapter(kind) for kind in get_args(Command)}
 
 
 class CommandChannel:
@@ -119,7 +111,8 @@ class CommandChannel:
         data = message.tensors[""].cpu()
         if int(message.tensors["checksum"]) != int(checksum(data)):
             raise invalid_message("commands", message.source, "the command has been changed on its way")
-        return _read(*json.loads(bytes(data.numpy())))
+        kind, document = json.loads(bytes(data.numpy()))
+        return _KINDS[kind].validate_python(document)
 
     def _next(self, timeout_seconds: float) -> Message:
         heard, heard_at = None, time.monotonic()

@@ -9,11 +9,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 
+from ranvier.arguments import words
 from ranvier.cli import check
 from ranvier.cli.main import run_command
 from ranvier.config import effects, read
+from ranvier.config.resolve import ResolvedRun
 from ranvier.config.run import (
     Batch,
     Checkpoint,
@@ -28,6 +31,8 @@ from ranvier.config.run import (
     Transformer,
 )
 from ranvier.mesh import Mesh
+from ranvier.optim.rules import rules_of
+from ranvier.optim.tensor_update import TensorUpdate
 from ranvier.planner.problems import warnings
 from ranvier.testing.ranks import run_ranks
 from ranvier.train.loop import train
@@ -106,6 +111,28 @@ def test_every_setting_is_in_the_table_or_always_has_an_effect():
         "say in config/effects.py when a setting has no effect, or list it in ALWAYS if it always has one")
     assert set(OTHER) == listed, "OTHER needs a value other than the default for each setting of config/effects.py"
     assert all(OTHER[name] != read.settings()[name].default for name in listed)
+
+
+@pytest.mark.parametrize("algorithm", words(read.settings()["optim.algorithm"].annotation))
+def test_settings_that_an_optimizer_reads_have_an_effect(algorithm, monkeypatch):
+    """Found by watching an update of a matrix of a layer and of a bias."""
+    found, plain = set(), Optim.__getattribute__
+    monkeypatch.setattr(Optim, "__getattribute__", lambda self, name: (found.add(name), plain(self, name))[1])
+    rules = rules_of(Optim(algorithm=algorithm))
+    for shape, in_layer in (((2, 3), True), ((3,), False)):
+        states = {name: torch.zeros(own or shape)
+                  for name, own in rules.state_shapes("", shape, in_layer=in_layer).items()}
+        rates = {"step": 1, "learning_rate": 0.1, "weight_decay": 0.1}
+        if rules.needs_whole("", shape, in_layer=in_layer):
+            rules.tensors.update_tensors({"": TensorUpdate(
+                shape=shape, parameter=torch.ones(shape), gradient=torch.ones(shape), states=states, **rates)})
+        else:
+            rules.elementwise.update(torch.ones(shape), torch.ones(shape), states, **rates)
+    monkeypatch.undo()
+    optional = {"betas", "epsilon", "momentum", "muon_scale"}
+    run = ResolvedRun(optim=Optim(algorithm=algorithm))
+    listed = {name for name in optional if TABLE[f"optim.{name}"](run) is None}
+    assert listed == found & optional, f"say in config/effects.py which of these settings {algorithm} reads"
 
 
 def texts(folder):

@@ -43,7 +43,8 @@ def test_effects_knows_the_policies_that_defer():
 
 @pytest.mark.parametrize("name", names("optim.algorithm"))
 def test_each_optimizer_has_a_row_in_its_page(name):
-    assert f"| `{name}` |" in (Path(__file__).parents[2] / "docs" / "optimizers.md").read_text()
+    assert f"| `{name}` |" in (Path(__file__).parents[2] / "docs" / "optimizers.md").read_text(), (
+        "add a row to the first table of docs/optimizers.md")
 
 
 def test_a_listed_name_without_an_object():

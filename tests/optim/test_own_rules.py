@@ -1,7 +1,9 @@
 """A user's own update rules: checked, refused if they are not rules, and used for training."""
 
+import re
 import sys
 from dataclasses import replace
+from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -16,6 +18,7 @@ from ranvier.optim.adafactor import Adafactor
 from ranvier.optim.lion import Lion
 from ranvier.optim.muon import Muon
 from ranvier.optim.rules import SGD, AdamW, rules_of
+from ranvier.optim.tensor_update import TensorUpdate
 from ranvier.plan.plan import whole_parameters
 from ranvier.planner.problems import problems
 from ranvier.testing.rules import check_rule
@@ -27,6 +30,12 @@ from tests.errors import raises
                          ids=lambda rule: type(rule).__name__)
 def test_our_rules_conform(rule):
     check_rule(rule)
+
+
+def test_the_page_names_methods_that_a_tensor_update_has():
+    page = (Path(__file__).parents[2] / "docs" / "optimizers.md").read_text()
+    named = set(re.findall(r"`tensor\.(\w+)\(", page))
+    assert named == {"gather", "part", "sum"} and all(hasattr(TensorUpdate, name) for name in named)
 
 
 class Scaled(Lion):

@@ -9,7 +9,9 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from ranvier.arguments import words
 from ranvier.checkpoint.checkpoints import Checkpoints
+from ranvier.config.read import settings
 from ranvier.config.resolve import Facts, resolve
 from ranvier.config.run import Batch, Optim, Pipeline, Run
 from ranvier.mesh import Mesh
@@ -95,6 +97,12 @@ def test_transitions_keep_states(algorithm, optim):
 PARTS = {"muon": lambda numel, matrices, rows, columns: 4 * matrices + 8 * (numel - matrices),
          "lion": lambda numel, matrices, rows, columns: 4 * numel,
          "adafactor": lambda numel, matrices, rows, columns: 4 * (rows + columns)}
+
+
+def test_bytes_of_all_algorithms_are_compared():
+    """AdamW's and SGD's are compared in `test_optimizer`."""
+    assert {*PARTS, "adamw", "sgd"} == set(words(settings()["optim.algorithm"].annotation)), (
+        "add the bytes of the new algorithm's states to PARTS")
 
 
 @pytest.mark.parametrize("algorithm", PARTS)

@@ -122,7 +122,8 @@ QUICK = {"muon": Mesh(pipe=2, row=2), "adafactor": Mesh(data=2, col=2)}
 
 def test_all_algorithms_are_compared():
     """SGD is compared with torch's in `test_optimizer`."""
-    assert set(words(settings()["optim.algorithm"].annotation)) == {*ALGORITHMS, "sgd"}
+    assert set(words(settings()["optim.algorithm"].annotation)) == {*ALGORITHMS, "sgd"}, (
+        "add the new algorithm to ALGORITHMS, and a reference in plain torch to `torchs`")
 
 
 @pytest.mark.parametrize(("algorithm", "mesh", "way"), first([case for case in CASES if case[1] == QUICK.get(

@@ -49,7 +49,8 @@ def form_of(config: Transformer) -> Form:
         return ANY
     if config.family == "llama":
         return form_of_type(model_type(config))
-    return form_of_type({"auto": "gpt2", "gpt": "gpt2"}.get(config.family, config.family))
+    family = "gpt" if config.family == "auto" else config.family
+    return form_of_type(next((name for name, form in _FORMS.items() if form.family == family), family))
 
 
 # --- any model of transformers ----------------------------------------------------------------------------------------
