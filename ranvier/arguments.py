@@ -71,7 +71,7 @@ def fits(value: Any, annotation: Any) -> bool:
 def _read(annotation: Any) -> list[tuple[Any, Any, tuple[Any, ...], tuple[Any, ...]]]:
     """For each type of a union: the type without its bounds, its origin, its arguments, and the bounds."""
     return [(kind, get_origin(kind), get_args(kind), getattr(alternative, "__metadata__", ()))
-            for alternative in alternatives(annotation) for kind in [bare(alternative)]]
+            for alternative in alternatives(annotation) for kind in [without_bounds(alternative)]]
 
 
 def _fits_one(value: Any, kind: Any, origin: Any, items: tuple[Any, ...], bounds: tuple[Any, ...]) -> bool:
@@ -126,15 +126,16 @@ def alternatives(annotation: Any) -> tuple[Any, ...]:
     return get_args(annotation) if get_origin(annotation) in (Union, types.UnionType) else (annotation,)
 
 
-def bare(annotation: Any) -> Any:
+def without_bounds(annotation: Any) -> Any:
     """A type without its bounds: int for Annotated[int, Ge(1)]."""
     return get_args(annotation)[0] if get_origin(annotation) is Annotated else annotation
 
 
-def words(annotation: Any) -> list[str]:
+def literal_values(annotation: Any) -> list[str]:
     """The literal values that a field, or an item of its list, may have: "fp32", "bf16", "fp16"."""
-    kinds = [kind for alternative in map(bare, alternatives(annotation))
-             for kind in (map(bare, get_args(alternative)) if get_origin(alternative) is tuple else [alternative])]
+    kinds = [kind for alternative in map(without_bounds, alternatives(annotation))
+             for kind in (map(without_bounds,
+                              get_args(alternative)) if get_origin(alternative) is tuple else [alternative])]
     return [str(word) for kind in kinds if get_origin(kind) is Literal for word in get_args(kind)]
 
 
@@ -144,7 +145,7 @@ def describe(annotation: Any) -> str:
 
 
 def _describe_one(annotation: Any) -> str:
-    kind, bounds = bare(annotation), annotation.__metadata__ if get_origin(annotation) is Annotated else ()
+    kind, bounds = without_bounds(annotation), annotation.__metadata__ if get_origin(annotation) is Annotated else ()
     if get_origin(kind) is Literal:
         *most, last = map(str, get_args(kind))
         return f"{', '.join(most)} or {last}" if most else last

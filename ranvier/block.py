@@ -265,8 +265,10 @@ def as_model(model: Model | Modules, loss: Loss | None) -> Model:
                              remedy="Wrap plain functions in a module with a forward method.")
     if _has_state(loss):
         modules[_free_name(modules)] = LossBlock(loss)
-    tied = several_names(pair for name, module in modules.items() for pair in module.named_parameters(prefix=name))
-    return Model(blocks={name: partial(_ready_made, module) for name, module in modules.items()}, loss=loss, tied=tied)
+    tied = names_of_same_tensor(pair for name,
+                                module in modules.items() for pair in module.named_parameters(prefix=name))
+    return Model(blocks={name: partial(_existing_block, module) for name, module in modules.items()}, loss=loss,
+                 tied=tied)
 
 
 def _modules_of(model: nn.Module) -> Mapping[str, Any]:
@@ -275,7 +277,7 @@ def _modules_of(model: nn.Module) -> Mapping[str, Any]:
         raise ModelError("is not a list of blocks", code="module-not-blocks", where="model", value=type(model).__name__,
                          remedy="Pass ranvier.blocks_of(model), or a list of modules that are called one after the "
                                 "other.")
-    if lost := beside_modules(model):
+    if lost := contents_besides_modules(model):
         remedy = "Pass ranvier.blocks_of(model), which takes a module with its own forward."
         if type(model) in CONTAINERS:
             remedy = "Give these to its modules, or to a module around it that ranvier.blocks_of takes."
@@ -291,7 +293,7 @@ HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backwa
 """Attributes of a module with hooks that run when it is called, which do not run for its parts."""
 
 
-def beside_modules(container: nn.Module) -> list[str]:
+def contents_besides_modules(container: nn.Module) -> list[str]:
     """What a module has besides its submodules, which would be lost if they replaced it; empty for a plain
     container."""
     found = [] if type(container) in CONTAINERS else [f"the class {type(container).__name__}"]
@@ -301,13 +303,13 @@ def beside_modules(container: nn.Module) -> list[str]:
     return found + [name.strip("_").replace("_", " ") for name in HOOKS if getattr(container, name)]
 
 
-def ready_made(model: Model) -> dict[str, nn.Module]:
+def existing_blocks(model: Model) -> dict[str, nn.Module]:
     """The existing blocks of a model that was given as modules, without what other builders add."""
     found: dict[str, nn.Module] = {}
     for block, build in model.blocks.items():
-        while isinstance(build, partial) and build.func is not _ready_made and build.args:
+        while isinstance(build, partial) and build.func is not _existing_block and build.args:
             build = build.args[0]
-        if isinstance(build, partial) and build.func is _ready_made:
+        if isinstance(build, partial) and build.func is _existing_block:
             found[block] = build.args[0]
     return found
 
@@ -326,8 +328,8 @@ def names_in_whole(model: Model) -> dict[str, tuple[str, ...]]:
     """"block.parameter", and "block.buffer" -> its names in the module that the blocks were made of (`keep_names`), or
     in its block if it has several."""
     found: dict[str, tuple[str, ...]] = {}
-    for block, module in ready_made(model).items():
-        found |= {names[0]: names for names in several_names(
+    for block, module in existing_blocks(model).items():
+        found |= {names[0]: names for names in names_of_same_tensor(
             (f"{block}.{name}", tensor) for name, tensor in named_tensors(module))}
         found |= {f"{block}.{name}": names for name, names in getattr(module, "names_in_whole", {}).items() if names}
     return found
@@ -379,15 +381,15 @@ def _with_loss_block(model: Model) -> Model:
                          code="loss-with-parameters", where="loss", value=type(model.loss).__name__,
                          remedy="Leave `initial` out, or move them into the last block.")
     return replace(model, blocks={**model.blocks, _free_name(model.blocks): partial(
-        _ready_made, LossBlock(model.loss))})
+        _existing_block, LossBlock(model.loss))})
 
 
-def _ready_made(module: nn.Module) -> nn.Module:
+def _existing_block(module: nn.Module) -> nn.Module:
     """The builder of an existing block."""
     return module
 
 
-def several_names(named: Iterable[tuple[str, Tensor]]) -> tuple[tuple[str, ...], ...]:
+def names_of_same_tensor(named: Iterable[tuple[str, Tensor]]) -> tuple[tuple[str, ...], ...]:
     """Groups of names that stand for the same tensor."""
     names: dict[int, list[str]] = {}
     for name, tensor in named:
@@ -472,10 +474,10 @@ def as_named_tensors(state: object, where: str, *, is_input: bool = False) -> di
     except NotSent:
         pass
     if is_input:
-        raise ModelError(f"must be a tensor, or {SENT}, with at least one tensor{_odd(state)}", code="inputs-type",
-                         where=where, value=type(state).__name__,
+        raise ModelError(f"must be a tensor, or {SENT}, with at least one tensor{_unsendable_part(state)}",
+                         code="inputs-type", where=where, value=type(state).__name__,
                          remedy="Give other values as tensors, such as torch.tensor(0.5) or torch.from_numpy(array).")
-    odd, hint = _odd(state), dataclass_hint(state)
+    odd, hint = _unsendable_part(state), dataclass_hint(state)
     remedy = ("Return it as a tensor, such as torch.tensor(0.5), or leave it out." if odd and not hint else
               f"Return the carried state that the next block takes, such as a tuple or a dict{hint}.")
     if isinstance(state, Mapping) and (line := wrapping_hint(state)) is not None:
@@ -515,7 +517,7 @@ def _tensor_in(state: object) -> str | None:
     return next(iter(places), None)
 
 
-def _odd(state: object) -> str:
+def _unsendable_part(state: object) -> str:
     """Description of the part of `state` that cannot be sent."""
     for path, leaf in tree_leaves_with_path(state):
         try:

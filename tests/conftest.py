@@ -72,7 +72,7 @@ def short_measurements(request, product_rate):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(metrics, "matrix_product_rate", product_rate)
         if request.node.get_closest_marker("pictures") is None:
-            for draw in ("draw_course", "draw_loss", "timeline_picture"):
+            for draw in ("draw_elastic_run", "draw_loss", "timeline_picture"):
                 patch.setattr(report, draw, lambda *args: None)
         yield
 

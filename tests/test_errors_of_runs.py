@@ -246,7 +246,7 @@ def test_a_checkpoint_of_other_classes(tmp_path):
                                                   ("model.hidden", "64", "128")])
 def test_ranks_of_other_settings(monkeypatch, setting, here, there):
     run, world = resolve(Run()), types.SimpleNamespace(local_size=1, device=torch.device("cpu"))
-    own = setup._same_everywhere(run)
+    own = setup._settings_compared_on_ranks(run)
     name = setting.replace("-", "_")
     assert own[name] == there
     other = {"folder": "x", "text": "same", "local_size": 1, "settings": {**own, name: here}}
@@ -262,7 +262,7 @@ def test_ranks_may_differ_in_paths_and_in_what_is_of_their_machine(monkeypatch, 
     here = replace(run, launch=replace(run.launch, threads=3), elastic=replace(run.elastic, cache_dir=tmp_path),
                    data=replace(run.data, corpus=str(tmp_path)))
     other = {"folder": "x", "text": "same", "local_size": 1, "cluster": None,
-             "settings": setup._same_everywhere(here)}
+             "settings": setup._settings_compared_on_ranks(here)}
     ranks = types.SimpleNamespace(gather_objects=lambda mine: [mine, other])
     monkeypatch.setattr(setup, "fingerprint", lambda data: "same")
     assert setup.agree_on_run(run, "x", None, ranks, world).mesh == run.mesh
@@ -275,7 +275,7 @@ def test_ranks_with_the_same_gpu_are_on_the_shipped_cluster_with_it(monkeypatch,
     run, world = resolve(Run()), types.SimpleNamespace(local_size=1, device=torch.device("cuda", 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100 80GB HBM3")
     other = {"folder": "x", "text": "same", "local_size": 1, "cluster": auto.shipped_cluster_with(there),
-             "settings": setup._same_everywhere(run)}
+             "settings": setup._settings_compared_on_ranks(run)}
     ranks = types.SimpleNamespace(gather_objects=lambda mine: [mine, other])
     monkeypatch.setattr(setup, "fingerprint", lambda data: "same")
     assert setup.agree_on_run(run, "x", None, ranks, world).launch.cluster == cluster
@@ -283,14 +283,14 @@ def test_ranks_with_the_same_gpu_are_on_the_shipped_cluster_with_it(monkeypatch,
 
 def test_requests_that_have_no_answer(tmp_path, monkeypatch):
     (tmp_path / "run.toml").write_text("")
-    monkeypatch.setattr(resize, "withdraw", lambda run_dir, wish: False)
+    monkeypatch.setattr(resize, "withdraw", lambda run_dir, request_id: False)
     with raises("resize-unanswered", where=f"run {tmp_path}"):
         resize.ask_and_wait(tmp_path, seconds=0.01, data=2)
     (tmp_path / "summary.json").write_text("{}")
     with raises("run-has-ended", where=f"run {tmp_path}"):
         resize.ask(tmp_path, data=2)
     with raises("resize-not-writable", where=str(resize._path(tmp_path / "none", "w"))):
-        resize.leave(tmp_path / "none", "w", {"data": 2})
+        resize.write_request(tmp_path / "none", "w", {"data": 2})
 
 
 def test_ctrl_c_withdraws_a_request_that_waits(tmp_path, monkeypatch):
@@ -304,7 +304,7 @@ def test_ctrl_c_withdraws_a_request_that_waits(tmp_path, monkeypatch):
         resize.ask_and_wait(tmp_path, seconds=60, data=2)
     assert not list(tmp_path.glob("resize-*.json"))
 
-    monkeypatch.setenv(joining.WISH, "w")
+    monkeypatch.setenv(joining.REQUEST_ID, "w")
     monkeypatch.setattr(joining, "Newcomer", lambda *args: types.SimpleNamespace(
         await_others=lambda seconds: None, join=press))
     with pytest.raises(KeyboardInterrupt):

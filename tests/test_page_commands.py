@@ -181,7 +181,7 @@ def test_settings_within_sentences_exist():
         for span in spans(page.read_text()) if page.parent.name != "experiments" else []:
             for negated, flag, value in re.findall(r"--(no-)?([a-z]+\.[a-z][\w-]*)(?: ([\w-]+)$)?", span):
                 setting = read.settings().get(flag.replace("-", "_"))
-                if setting is None or (negated and not setting.is_yes_no):
+                if setting is None or (negated and not setting.is_switch):
                     problems.append(f"{name(page)}: {span}")
                 elif len(value) > 1 and not value.isupper():
                     merged = read.merge([read.Layer(origin="page", values={setting.name: value}, is_text=True)])

@@ -15,7 +15,7 @@ def draws_nothing(*args: object) -> None:
 
 
 if __name__ == "__main__":
-    for module, name in ((report, "draw_course"), (report, "draw_loss"), (report, "timeline_picture"),
+    for module, name in ((report, "draw_elastic_run"), (report, "draw_loss"), (report, "timeline_picture"),
                          (timeline_picture, "timeline_picture")):
         setattr(module, name, draws_nothing)
     metrics.matrix_product_rate = partial(metrics.matrix_product_rate, seconds=0.0)

@@ -15,7 +15,7 @@ from itertools import groupby
 
 import click
 
-from ranvier.arguments import words
+from ranvier.arguments import literal_values
 from ranvier.cli.main import command
 from ranvier.config import aliases, effects, read
 from ranvier.config.run import (
@@ -55,7 +55,7 @@ def probes() -> Iterator[Run]:
     yield replace(plain, mesh=Mesh(pipe=2), elastic=Elastic(freeze="cap"))
     for scheme in ("stationary", "summa", "megatron"):
         yield replace(plain, mesh=Mesh(col=2), tensor=TensorParallel(scheme=scheme), precision="bf16")
-    for algorithm in words(read.settings()["optim.algorithm"].annotation):
+    for algorithm in literal_values(read.settings()["optim.algorithm"].annotation):
         yield replace(plain, optim=Optim(algorithm=algorithm, weight_decay=0.0, offload="none"))
     yield replace(plain, precision="bf16")
     yield replace(plain, train=Train(epochs=1, schedule="cosine", early_stopping=0), log=Log(tracker=("wandb",)))

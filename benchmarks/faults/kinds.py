@@ -142,7 +142,7 @@ def _damage(lines: list[bytes], trial: Trial) -> tuple[str, list[bytes], set[int
             what, line = "zeros", bytearray(len(line))
         case _:
             fields = {"step": 2, "event": draw.choice(("resume", "start", "transition", "checkpoint")),
-                      "mesh": {"data": {"data": [1]}}, "folder": {"x": None}, "wish": [[]]}
+                      "mesh": {"data": {"data": [1]}}, "folder": {"x": None}, "request_id": [[]]}
             what, line = "fields of other types", bytearray(json.dumps(fields).encode())
     return what, [*lines[:number], bytes(line), *lines[number + 1:]], {number}
 
@@ -170,7 +170,7 @@ def damaged_logs(trial: Trial) -> Iterator[None]:
 def _odd_file(path: Path, trial: Trial) -> str:
     """Put something odd in place of `path`."""
     elsewhere = trial.training.root / "not-yours.json"
-    elsewhere.write_text(json.dumps({"data": 1, "pipe": 1, "wish": "x"}))
+    elsewhere.write_text(json.dumps({"data": 1, "pipe": 1, "request_id": "x"}))
     kind = trial.draw.choice(("FIFO", "folder", "full folder", "garbage", "link", "link to nothing", "link to itself",
                               "nested", "socket", "other types"))
     match kind:
@@ -195,7 +195,7 @@ def _odd_file(path: Path, trial: Trial) -> str:
             with socket.socket(socket.AF_UNIX) as end, suppress(OSError):
                 end.bind(str(path))
         case _:
-            path.write_text(json.dumps({"data": [2], "pipe": {"x": 1}, "wish": None}))
+            path.write_text(json.dumps({"data": [2], "pipe": {"x": 1}, "request_id": None}))
     return kind
 
 

@@ -275,11 +275,11 @@ class Training:
     def aimed(self, kind: str, mesh: Mesh) -> Fault:
         """A fault of `kind` somewhere in a transition."""
         draw = self.draw
-        of = draw.choice(("state", "order") if kind in ("drop", "corrupt") else ("state", "order", "transition"))
+        of = draw.choice(("state", "command") if kind in ("drop", "corrupt") else ("state", "command", "transition"))
         moment = {"message": draw.randint(1, 12 if of == "state" else 2)} if of != "transition" else draw.choice((
             {"call": draw.randint(1, 40)}, {"seconds": round(draw.uniform(0, 0.5), 3)}))
         more = {"delay": {"for_seconds": round(draw.uniform(0.1, 2.0), 2)}, "corrupt": {"bit": draw.randrange(1 << 20)}}
-        return Fault(kind=kind, rank=0 if of == "order" else draw.randrange(mesh.size), of=of, **moment,
+        return Fault(kind=kind, rank=0 if of == "command" else draw.randrange(mesh.size), of=of, **moment,
                      **more.get(kind, {}))
 
     def wishes(self, mesh: Mesh) -> list[Outside]:

@@ -33,7 +33,7 @@ from ranvier.cost.device_overhead import usable_bytes
 from ranvier.cost.hardware import Cluster
 from ranvier.cost.step import Cost, StageCost
 from ranvier.mesh import Mesh
-from ranvier.pictures.figures import COLOURS, INK, clean, new_figure
+from ranvier.pictures.figures import COLOURS, INK, new_figure, remove_frame
 from ranvier.planner.count import laid_out
 from ranvier.planner.run_cost import run_cost
 from ranvier.planner.work import Work
@@ -464,7 +464,7 @@ def draw(results: dict, path: Path) -> None:
     widths.minorticks_off()
     widths.legend(fontsize=8)
     for axes in (numbers, five, eight, widths):
-        clean(axes)
+        remove_frame(axes)
     figure.savefig(path)
 
 

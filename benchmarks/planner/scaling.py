@@ -26,7 +26,7 @@ from ranvier.cost.cluster_files import load_cluster
 from ranvier.cost.hardware import Cluster
 from ranvier.errors import RanvierError
 from ranvier.mesh import Mesh
-from ranvier.pictures.figures import INK, clean, new_figure
+from ranvier.pictures.figures import INK, new_figure, remove_frame
 from ranvier.planner import report
 from ranvier.planner.plan import simulation
 from ranvier.planner.search import search
@@ -132,7 +132,7 @@ def draw(found: Sequence[Point], path: Path) -> None:
         axes.set_title(f"{scaling} scaling, " + (f"batch {STRONG_BATCH:,}" if scaling == "strong" else
                                                  f"{WEAK_SHARE} sequences a device"), color=INK, fontsize=10)
         axes.set_ylim(bottom=0)
-        clean(axes)
+        remove_frame(axes)
     axes.legend(fontsize=7, loc="lower left", handlelength=4)
     figure.axes[0].set_ylabel("model FLOPs utilisation, %")
     figure.savefig(path)

@@ -30,7 +30,7 @@ import tomli_w
 from benchmarks.record import results_file, write_results
 from ranvier.cli.main import run_command
 from ranvier.cost.cluster_files import load_cluster, write_cluster
-from ranvier.pictures.figures import COLOURS, INK, clean, new_figure
+from ranvier.pictures.figures import COLOURS, INK, new_figure, remove_frame
 
 PUBLISHED = Path(__file__).parent / "published"
 _CLOSE = 0.1
@@ -218,7 +218,7 @@ def draw(results: Mapping[str, Any], path: Path) -> None:
                     "hollow: the source ran what no setting says")
     axes.set_title(f"Median error {100 * results['median_error']:.1f} %; {100 * results['pairs_in_order']:.0f} % of "
                    "pairs in the published order", fontsize=10, color=INK)
-    clean(axes)
+    remove_frame(axes)
     figure.savefig(path)
 
 

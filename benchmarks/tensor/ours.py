@@ -41,7 +41,7 @@ def open_ours(stem: Stem, contender: Contender, place: Place) -> Iterator[OurSta
         backend.close()
 
 
-class _AtOnce:
+class _ImmediateWeightGradients:
     """Adds weight gradients to those of the parameters during the backward, as in a stage with one microbatch."""
 
     defers, forward_bytes = False, 0
@@ -68,7 +68,7 @@ class OurStack:
         self._parameters = dict(self.network.named_parameters())
         for layer in self.network.modules():
             if isinstance(layer, SplitLinear):
-                layer.weight_gradients, layer.has_own_weights = _AtOnce(), True
+                layer.weight_gradients, layer.has_own_weights = _ImmediateWeightGradients(), True
         for parameter in self._parameters.values():
             parameter.grad = torch.zeros_like(parameter)
         self._summed = {axis: [parameter for name, parameter in self._parameters.items()

@@ -444,7 +444,7 @@ def _load_states(engine: Engine, saved: StateSource) -> None:
     """Load the optimizer's states. A checkpoint from before the first update may have none."""
     tensors, frozen = saved.manifest.tensors, set(saved.manifest.frozen)
     fresh = saved.manifest.optimizer_steps == 0
-    _make_room(engine, saved)
+    _restore_user_optimizer(engine, saved)
     for name, start, stop, states in _flat_states(engine):
         if is_adapter(name) and _is_import_without_adapters(saved):
             continue
@@ -476,7 +476,7 @@ def optimizer_groups(engine: Engine) -> list[OptimizerGroup]:
     return [] if engine.optimizer is None else groups_of(engine.optimizer, _names_of_updated(engine))
 
 
-def _make_room(engine: Engine, saved: StateSource) -> None:
+def _restore_user_optimizer(engine: Engine, saved: StateSource) -> None:
     """Give a user's optimizer the settings, and tensors for the states, that it had when the checkpoint was written."""
     if engine.optimizer is None:
         return

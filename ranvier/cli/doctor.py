@@ -8,7 +8,7 @@ from pathlib import Path
 
 import click
 
-from ranvier.cli.options import json_option, prose
+from ranvier.cli.options import json_option, text_output
 from ranvier.config import read
 from ranvier.errors import ConfigError
 
@@ -29,7 +29,7 @@ def doctor(measure: bool, out: Path | None, as_json: bool) -> int:
     from ranvier.cli.doctor_report import examine, measure_to, print_table
 
     findings = examine()
-    with prose(as_json):
+    with text_output(as_json):
         print_table(findings)
         if measure:
             measure_to(file)

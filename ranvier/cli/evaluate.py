@@ -14,7 +14,7 @@ import click
 
 from ranvier.cli.options import OF_EVALUATION, SettingsCommand, json_option
 from ranvier.cli.problems import ConfigProblems
-from ranvier.cli.ranks import tell_once, work_as_rank
+from ranvier.cli.ranks import print_once, work_as_rank
 from ranvier.config import read
 from ranvier.errors import ConfigError
 from ranvier.system.terminal import TextTable, print_stderr
@@ -55,7 +55,7 @@ def evaluate(model: Path, sets: tuple[str, ...], harness: str | None, lm_eval_pa
         if harness is None and value is not None:
             raise ConfigError("has no effect without `--lm-eval TASKS`", code="lm-eval-option-alone",
                               where=f"--lm-eval-{option}", value=str(value), remedy="Name the tasks, or leave it out.")
-    trained = open_trained(model, tell_once, ema=ema)
+    trained = open_trained(model, print_once, ema=ema)
     tasks = None if harness is None else HarnessTasks(
         names=tuple(harness.split(",")), path=lm_eval_path, limit=lm_eval_limit, shots=lm_eval_shots)
     named = _name_datasets(sets)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from ranvier.cli.options import NUMBER_FORMATS, json_option, prose, quiet_option
+from ranvier.cli.options import NUMBER_FORMATS, json_option, quiet_option, text_output
 
 
 @click.command("export", short_help="Write a checkpoint in Hugging Face's format.")
@@ -33,7 +33,7 @@ def export_run(run: Path, out: Path, dtype: str | None, shard_bytes: int, tokeni
     """
     from ranvier.checkpoint.hf.export_model import export, export_adapters
 
-    with prose(as_json, quiet):
+    with text_output(as_json, quiet):
         if adapters:
             export_adapters(run, out, dtype=dtype, ema=ema)
         else:

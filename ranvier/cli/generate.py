@@ -13,7 +13,7 @@ import click
 from click.core import ParameterSource
 
 from ranvier.cli.options import NUMBER_FORMATS
-from ranvier.cli.ranks import tell_once, work_as_rank
+from ranvier.cli.ranks import print_once, work_as_rank
 from ranvier.errors import ConfigError, DataError
 from ranvier.system.untrusted_file import parse_json
 
@@ -83,18 +83,18 @@ def generate(model: Path, prompts: tuple[str, ...], file: Path | None, chat: boo
     if "" in stop:
         raise ConfigError("is empty, and every text contains it", code="stop-empty", where="stop", value="",
                           remedy="Give a text, or leave it out.")
-    found = open_model(model, tell_once, ema=ema)
+    found = open_model(model, print_once, ema=ema)
     writer = _writer(found, tokenizer, chat)
     if isinstance(writer, TextPrompts) and (token := next(filter(None, map(writer.special_in, asked)), None)):
-        tell_once(f"a prompt has the text {token}: special tokens in prompts are encoded as plain characters; with "
-                  "--chat the model's template inserts them")
+        print_once(f"a prompt has the text {token}: special tokens in prompts are encoded as plain characters; with "
+                   "--chat the model's template inserts them")
     folder = found.origin if found.tokenizer is None else found.tokenizer.parent
     if flags["repetition_penalty"] is None:
         sampling = replace(sampling, repetition_penalty=generation_config.repetition_penalty(folder))
     source = click.get_current_context().get_parameter_source
     if text := generation_config.not_followed(folder, samples=sampling.temperature > 0, given={
             name for name in flags if source(name) is not ParameterSource.DEFAULT}):
-        tell_once(text)
+        print_once(text)
     world = launch.start_ranks(mesh, Comm(), Launch(device=device), stream=sys.stderr)  # type: ignore[arg-type]  # a choice
     return work_as_rank(world, lambda: _write(
         found, writer, asked, world, mesh, sampling, stop=stop, as_json=as_json, **options))

@@ -8,7 +8,7 @@ from shlex import quote
 
 import click
 
-from ranvier.cli.options import NUMBER_FORMATS, json_option, prose, quiet_option
+from ranvier.cli.options import NUMBER_FORMATS, json_option, quiet_option, text_output
 
 
 @click.command("import", short_help="Read a Hugging Face model as the start of a run.")
@@ -34,7 +34,7 @@ def import_model(model: Path, out: Path, precision: str | None, quiet: bool, as_
     from ranvier.data.offline.pretrained_models import local_path
 
     check_free(out)  # before anything is downloaded
-    with prose(as_json, quiet):
+    with text_output(as_json, quiet):
         recipe = make(local_path(model, print), out, precision=precision)
         print(f"written to {out}, with its settings in run.toml")
         print(f"to continue the training: ranvier train {quote(str(out / 'run.toml'))} --resume {quote(str(out))}")

@@ -56,15 +56,15 @@ def join(run: Path, ranks: int, data: int | None, pipe: int | None, row: int | N
 def _start(run: Path, ranks: int) -> int:
     """Start the ranks, and wait for their end; returns the exit code."""
     from ranvier.launch.contact import read_contact
-    from ranvier.launch.joining import WISH
+    from ranvier.launch.joining import REQUEST_ID
     from ranvier.launch.start import rank_variables, rerun_command
     from ranvier.launch.supervision import supervise
     from ranvier.mesh import Mesh
     from ranvier.train.joining import run_to_join
-    from ranvier.train.resize import new_wish
+    from ranvier.train.resize import new_request_id
 
     contact = read_contact(run)
     asked = run_to_join(contact, run)
-    variables = {**rank_variables(ranks, "auto", survive_losses=True), WISH: new_wish()}
+    variables = {**rank_variables(ranks, "auto", survive_losses=True), REQUEST_ID: new_request_id()}
     return supervise(Mesh(data=ranks), "torch", "that of the run", rerun_command(), variables, saves_on_stop=True,
                      stopped_seconds=asked.launch.stopped_seconds, joins=contact).code

@@ -13,7 +13,7 @@ from typing import Any
 import click
 from click.shell_completion import CompletionItem
 
-from ranvier.arguments import words
+from ranvier.arguments import literal_values
 from ranvier.cli.problems import ConfigProblems
 from ranvier.config import aliases, read
 
@@ -30,7 +30,7 @@ def complete_recipe(context: click.Context, parameter: click.Parameter, begun: s
 
 def _values(setting: read.Setting) -> Callable[[click.Context, click.Parameter, str], list[str]]:
     """Completions for a shell: the values of a setting that begin with the given text."""
-    known = ["true", "false"] if setting.is_yes_no else words(setting.annotation)
+    known = ["true", "false"] if setting.is_switch else literal_values(setting.annotation)
     return lambda context, parameter, begun: [word for word in known if word.startswith(begun)]
 
 
@@ -50,7 +50,7 @@ NUMBER_FORMATS = click.Choice(["fp32", "bf16", "fp16", "fp64"])
 
 
 @contextmanager
-def prose(as_json: bool, quiet: bool = False) -> Iterator[None]:
+def text_output(as_json: bool, quiet: bool = False) -> Iterator[None]:
     """Context for printing text for people: with --json on standard error, with --quiet not at all."""
     with open(os.devnull, "w", encoding="utf-8") as nowhere, redirect_stdout(
             nowhere if quiet else sys.stderr if as_json else sys.stdout):
@@ -130,9 +130,9 @@ class SettingsCommand(click.Command):
         self.common = common
         for setting in read.settings().values():
             text = f"{setting.help} [{setting.expected}; default {read.as_text(setting.default) or 'empty'}]"
-            kind = Switch if setting.is_yes_no else click.Option
+            kind = Switch if setting.is_switch else click.Option
             self.params.append(kind([f"--{setting.flag}", setting.name.replace(".", "__")], type=str,
-                                    metavar="[true|false]" if setting.is_yes_no else "VALUE", help=text,
+                                    metavar="[true|false]" if setting.is_switch else "VALUE", help=text,
                                     shell_complete=_values(setting)))
         for name in aliases.NAMES:
             self.params.append(click.Option([f"--{read.flag(name)}", name.replace(".", "__")], type=str, hidden=True))

@@ -18,7 +18,7 @@ _COLLECTIONS = gc.get_threshold()
 """Python's own thresholds of garbage collection, which ranks use so that tensors in cycles are freed in time."""
 
 
-def tell_once(text: str) -> None:
+def print_once(text: str) -> None:
     """Print `text` on standard error in only one of the processes that run this command: the process that starts the
     ranks, or rank 0 of another launcher."""
     started = detect(os.environ)

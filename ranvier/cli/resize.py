@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from ranvier.cli.options import json_option, prose, quiet_option
+from ranvier.cli.options import json_option, quiet_option, text_output
 
 
 @click.command(short_help="Reshard a run in progress to another mesh.")
@@ -30,7 +30,7 @@ def resize(run: Path, data: int, pipe: int, row: int | None, col: int | None, wa
     from ranvier.train.resize import ask_and_wait
 
     answer = ask_and_wait(run, data=data, pipe=pipe, row=row, col=col, seconds=wait)
-    with prose(as_json, quiet):
+    with text_output(as_json, quiet):
         print(answer)
     if as_json:
         print(json.dumps({"run": str(run), "answer": answer}))

@@ -22,7 +22,7 @@ from ranvier.comm.hang import HangDetector
 from ranvier.comm.signed_store import SharedStore
 from ranvier.errors import MessageTimeout
 from ranvier.mesh import Mesh
-from ranvier.system.background import fulfil, in_background
+from ranvier.system.background import in_background, set_result
 from ranvier.system.compilation import COMPILATIONS
 
 HEARTBEAT_KEY = "ranvier/beat/"
@@ -69,7 +69,7 @@ def call_with_timeout(function: Callable[[], _Result], seconds: float | None = N
         future = in_background(function, "ranvier-store")
     except RuntimeError:  # the interpreter shuts down
         future = Future()
-        EXIT_THREAD.calls.put(partial(fulfil, future, function))
+        EXIT_THREAD.calls.put(partial(set_result, future, function))
     try:
         return future.result(_STORE_SECONDS if seconds is None else seconds)
     except Exception:  # the process that hosts the store has exited, or it is late

@@ -46,7 +46,7 @@ class MessageKind(IntEnum):
     """Updated value of a tied parameter, from its owner."""
     STATE = 7
     """A slice of the run's state, from its holder before a transition to its holder after it."""
-    ORDER = 8
+    COMMAND = 8
     """Rank 0's next command for an idle rank."""
 
 

@@ -323,7 +323,7 @@ def warnings(run: ResolvedRun, chosen: Collection[str] | None = None, asked: Run
     values = read.flatten(run)
     for name in (*CONDITIONS, *ASKED):
         setting, value = read.settings()[name], values[name]
-        if (value == setting.default) if chosen is None else (name not in chosen or _asks_for_nothing(value)):
+        if (value == setting.default) if chosen is None else (name not in chosen or _is_off(value)):
             continue
         why = CONDITIONS[name](run) if name in CONDITIONS else ASKED[name](asked or run)
         if why is not None:
@@ -331,5 +331,5 @@ def warnings(run: ResolvedRun, chosen: Collection[str] | None = None, asked: Run
                               value=read.as_text(value), remedy="Leave it out, or change the other setting.")
 
 
-def _asks_for_nothing(value: object) -> bool:
+def _is_off(value: object) -> bool:
     return any(value is off or (value == off and type(value) is type(off)) for off in _OFF)

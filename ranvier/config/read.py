@@ -31,7 +31,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 import tomli_w
 from pydantic import TypeAdapter
 
-from ranvier.arguments import alternatives, bare, describe, words
+from ranvier.arguments import alternatives, describe, literal_values, without_bounds
 from ranvier.config import aliases, named_code, presets
 from ranvier.config.named_object import call_named
 from ranvier.config.run import MeshSettings, Run
@@ -66,9 +66,9 @@ class Setting:
         return describe(self.annotation)
 
     @property
-    def is_yes_no(self) -> bool:
+    def is_switch(self) -> bool:
         """Whether it is a switch: --NAME, --no-NAME, --NAME true or --NAME false."""
-        return bool in map(bare, alternatives(self.annotation))
+        return bool in map(without_bounds, alternatives(self.annotation))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -340,19 +340,20 @@ def _from_text(annotation: Any, text: str) -> object:
     choices = alternatives(annotation)
     if types.NoneType in choices and text == "none":
         return None
-    if any(get_origin(option) is Literal and text in get_args(option) for option in map(bare, choices)):
+    if any(get_origin(option) is Literal and text in get_args(option) for option in map(without_bounds, choices)):
         return text
-    if any(get_origin(bare(option)) is tuple for option in choices):
+    if any(get_origin(without_bounds(option)) is tuple for option in choices):
         return tuple(part.strip() for part in text.split(",")) if text.strip() else ()
-    if bool in map(bare, choices):
+    if bool in map(without_bounds, choices):
         return {"true": True, "false": False}.get(text, text)
     return text
 
 
 def _remedy(setting: Setting, origin: str, value: object) -> str:
-    near = difflib.get_close_matches(str(value).lower(), words(setting.annotation), n=1)
+    near = difflib.get_close_matches(str(value).lower(), literal_values(setting.annotation), n=1)
     meant = _FORMATS_ELSEWHERE.get(str(value).lower()) if setting.name == "precision" else _number_of(setting, value)
-    shown = meant or near[0] if meant or near else as_text(setting.default) or ",".join(words(setting.annotation)[:1])
+    shown = meant or near[0] if meant or near else as_text(setting.default) or ",".join(
+        literal_values(setting.annotation)[:1])
     if not shown:
         return f"Correct it, or leave out --{setting.flag}."
     place = "" if origin == "flag" else f"Change it in {origin}, or set"
@@ -369,7 +370,7 @@ _UNITS = types.MappingProxyType({"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki"
 def _number_of(setting: Setting, value: object) -> str | None:
     """The integer that a number with a unit stands for, such as 8M, or 4MiB for bytes; for times, such as 5min, in
     seconds. None if the setting takes no such number."""
-    number = {int, float} & set(map(bare, alternatives(setting.annotation)))
+    number = {int, float} & set(map(without_bounds, alternatives(setting.annotation)))
     found = re.fullmatch(r"(\d{1,9})\s*([A-Za-z]+)", str(value)) if number else None
     if found is None:
         return None

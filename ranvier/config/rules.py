@@ -285,7 +285,7 @@ _OF_RANVIERS_OPTIMIZER = ("algorithm", "options", "betas", "epsilon", "momentum"
                           "groups", "offload", "offload_share", "buckets_in_flight", "shard")
 
 
-def idle_beside_torch_optimizer(optim: Optim) -> list[str]:
+def unused_with_torch_optimizer(optim: Optim) -> list[str]:
     """The fields that are set but have no effect if a torch optimizer updates the parameters."""
     default = Optim()
     return [name for name in _OF_RANVIERS_OPTIMIZER if (value := getattr(optim, name)) and value != getattr(

@@ -18,14 +18,14 @@ _CUDA_BALANCE, _CUDA_BALANCE_FP32 = 250.0, 20.0
 too."""
 
 
-class Same(Generic[_Object]):
+class ById(Generic[_Object]):
     """An object as a key: equal only to itself."""
 
     def __init__(self, it: _Object) -> None:
         self.it = it
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Same) and self.it is other.it
+        return isinstance(other, ById) and self.it is other.it
 
     def __hash__(self) -> int:
         return id(self.it)
@@ -36,11 +36,11 @@ def _weight(device: str, kernels: Kernels, number_bytes: int, flops: int, writte
     if device != "cuda":
         return flops + _CPU_BALANCE * written_bytes
     balance = _CUDA_BALANCE if number_bytes <= 2 else _CUDA_BALANCE_FP32
-    return _kernels_weight(Same(kernels), balance)
+    return _kernels_weight(ById(kernels), balance)
 
 
 @lru_cache(maxsize=1024)  # equal blocks share their kernels, and each cut needs all of them
-def _kernels_weight(kernels: Same[Kernels], balance: float) -> float:
+def _kernels_weight(kernels: ById[Kernels], balance: float) -> float:
     return sum(max(kernel.flops, balance * kernel.moved_bytes) for kernel in kernels.it)
 
 

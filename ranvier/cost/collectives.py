@@ -26,7 +26,7 @@ _NODES_SEEN = 64
 
 
 @dataclass(frozen=True, kw_only=True)
-class Placed:
+class GroupPlacement:
     """A group's placement on nodes. inside: number of its members on one node; together: number of groups of its kind
     that send out of one node at the same time, 0 if all members are on one node."""
 
@@ -41,12 +41,12 @@ class Placed:
 
 
 @lru_cache(maxsize=1024)  # a search asks this for very many candidates
-def place_groups(mesh: Mesh, axes: str | tuple[str, ...], ranks_per_node: int) -> Placed:
+def place_groups(mesh: Mesh, axes: str | tuple[str, ...], ranks_per_node: int) -> GroupPlacement:
     """Placement on nodes of the groups along `axes` of the mesh, with `ranks_per_node` consecutive ranks on each node:
     that of the node that sends the most."""
     axes = (axes,) if isinstance(axes, str) else axes
     members = mesh.count(axes)
-    worst = Placed(members=members, inside=members, together=0)
+    worst = GroupPlacement(members=members, inside=members, together=0)
     if members == 1:
         return worst
     others = [axis for axis in mesh if axis not in axes]
@@ -61,11 +61,11 @@ def place_groups(mesh: Mesh, axes: str | tuple[str, ...], ranks_per_node: int) -
         leaving = [count for count in groups.values() if count < members]
         if len(leaving) > worst.together or (len(leaving) == worst.together and leaving
                                              and min(leaving) < worst.inside):
-            worst = Placed(members=members, inside=min(leaving), together=len(leaving))
+            worst = GroupPlacement(members=members, inside=min(leaving), together=len(leaving))
     return worst
 
 
-def all_reduce_seconds(size: float, group: Placed, cluster: Cluster, *, pieces: int = 1, scatters: bool = False
+def all_reduce_seconds(size: float, group: GroupPlacement, cluster: Cluster, *, pieces: int = 1, scatters: bool = False
                        ) -> float:
     """Seconds of all-reduces of `size` bytes in total, in `pieces` pieces one after another: by rings, or over several
     nodes by trees if that is faster. scatters: each is a reduce-scatter and an all-gather, which are rings."""
@@ -84,7 +84,7 @@ def ring_seconds(size: float, members: int, step_seconds: Callable[[float], floa
     return 2 * (members - 1) * step_seconds(size / members)
 
 
-def _trees_seconds(size: float, group: Placed, cluster: Cluster, pieces: int = 1) -> float:
+def _trees_seconds(size: float, group: GroupPlacement, cluster: Cluster, pieces: int = 1) -> float:
     """Seconds of the same all-reduces by trees over nodes."""
     if not group.crosses:
         return inf
@@ -96,7 +96,7 @@ def _trees_seconds(size: float, group: Placed, cluster: Cluster, pieces: int = 1
     return pieces * latency + max(leaving / cluster.between.rate(group.together), inside)
 
 
-def hop_latency(group: Placed, cluster: Cluster) -> float:
+def hop_latency(group: GroupPlacement, cluster: Cluster) -> float:
     """Mean latency of the hops of a ring along the group: one of the `inside` hops from a node's members leads to the
     next node."""
     if not group.crosses:
@@ -105,7 +105,7 @@ def hop_latency(group: Placed, cluster: Cluster) -> float:
         cluster.between.latency_seconds - cluster.inside.latency_seconds) / group.inside
 
 
-def received_seconds(size: float, steps: int, group: Placed, cluster: Cluster) -> float:
+def received_seconds(size: float, steps: int, group: GroupPlacement, cluster: Cluster) -> float:
     """Seconds of collectives along `group` in which each member receives `size` bytes in total, in `steps` messages."""
     if group.members == 1:
         return 0.0
@@ -113,14 +113,14 @@ def received_seconds(size: float, steps: int, group: Placed, cluster: Cluster) -
     return steps * hop_latency(group, cluster) + size / link.rate(together)
 
 
-def reduced_seconds(size: float, steps: int, group: Placed, cluster: Cluster) -> float:
+def reduced_seconds(size: float, steps: int, group: GroupPlacement, cluster: Cluster) -> float:
     """Seconds of all-reduces, in which each member of a ring receives `size` bytes in total, in `steps` messages."""
     ring = received_seconds(size, steps, group, cluster)
     whole = size / 2 * group.members / max(1, group.members - 1)
     return min(ring, _trees_seconds(whole, group, cluster)) if size else ring
 
 
-def tree_seconds(size: float, group: Placed, cluster: Cluster) -> float:
+def tree_seconds(size: float, group: GroupPlacement, cluster: Cluster) -> float:
     """Seconds of broadcasts and reductions along trees, in which each member receives `size` bytes in total from the
     others: every level passes on all bytes, first between nodes, then inside them (Optimus)."""
     if group.members == 1:
@@ -132,13 +132,13 @@ def tree_seconds(size: float, group: Placed, cluster: Cluster) -> float:
     return found
 
 
-def tree_latency(group: Placed, cluster: Cluster) -> float:
+def tree_latency(group: GroupPlacement, cluster: Cluster) -> float:
     """Seconds of one small message down the tree."""
     found = ceil(log2(group.inside)) * cluster.inside.latency_seconds
     return found + ceil(log2(group.members / group.inside)) * cluster.between.latency_seconds * group.crosses
 
 
-def slowest(group: Placed, cluster: Cluster) -> tuple[Link, float]:
+def slowest(group: GroupPlacement, cluster: Cluster) -> tuple[Link, float]:
     """The slowest link of a ring along the group, and the number of rings that share it."""
     if not group.crosses:
         return cluster.inside, 1.0

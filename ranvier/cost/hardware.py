@@ -151,13 +151,13 @@ class Device:
             case "attention":
                 computing = kernel.flops / (rate.attention(backward=kernel.is_backward) * threads)
                 if kernel.is_backward and self.multiprocessors is not None:
-                    computing += self.beside_attention_seconds(kernel.writes[0].bytes)
+                    computing += self.attention_backward_overhead_seconds(kernel.writes[0].bytes)
             case _:
                 computing = 0.0
         launches = 1 if self.multiprocessors is None else kernel.launches
         return max(computing, moving) + launches * self.operation_seconds
 
-    def beside_attention_seconds(self, query_bytes: float) -> float:
+    def attention_backward_overhead_seconds(self, query_bytes: float) -> float:
         """Seconds of the two passes of flash attention's backward besides its products (Dao, 2023): sums of dY y, and
         the cast of the gradient of the queries, which is accumulated in fp32."""
         return (2 / (self.reduction_share or self.memory_share) + 3 / self.memory_share

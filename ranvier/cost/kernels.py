@@ -218,8 +218,8 @@ def without_panels(kernels: Iterable[Kernel]) -> Kernels:
             continue
         before = found[place]
         found[place] = replace(whole, flops=before.flops + kernel.flops, shape=(1, before.shape[1] + batch * m, n, k),
-                               reads=(_together(before.reads[0], kernel.reads[0]), *before.reads[1:]),
-                               writes=(_together(before.writes[0], kernel.writes[0]),))
+                               reads=(_union(before.reads[0], kernel.reads[0]), *before.reads[1:]),
+                               writes=(_union(before.writes[0], kernel.writes[0]),))
     return tuple(found)
 
 
@@ -386,9 +386,9 @@ def _merge(group: Sequence[Kernel], outside: Collection[int]) -> Kernel:
     for kernel in group:
         for access in kernel.reads:
             if access.storage not in writes:
-                reads[access.storage] = _together(reads.get(access.storage), access)
+                reads[access.storage] = _union(reads.get(access.storage), access)
         for access in kernel.writes:
-            writes[access.storage] = _together(writes.get(access.storage), access)
+            writes[access.storage] = _union(writes.get(access.storage), access)
     kept = tuple(access for access in writes.values() if access.storage in outside)
     kind: Kind = "copy" if all(kernel.kind == "copy" for kernel in group) else "pointwise"
     trains = any(kernel.weight == "trains" and kernel.kind == "pointwise" for kernel in group)
@@ -396,6 +396,6 @@ def _merge(group: Sequence[Kernel], outside: Collection[int]) -> Kernel:
                   is_reduction=any(kernel.is_reduction for kernel in group))
 
 
-def _together(known: Access | None, access: Access) -> Access:
+def _union(known: Access | None, access: Access) -> Access:
     """Union of two accesses of one storage: parts of it add up, at most to the full storage."""
     return access if known is None else access._replace(bytes=min(access.size, known.bytes + access.bytes))

@@ -156,8 +156,8 @@ def activation_bytes(costs: Sequence[BlockCost], segments: Sequence[range], micr
                    else min(defer_bytes, run.num_microbatches * operands))
     each = (sum(cost.kept_bytes for cost in outside) + sum(segment_bytes(costs, segment) for segment in segments)
             + costs[-1].loss_bytes)
-    recomputed, workspace = _beyond_stored(costs, segments, inside, gradients, ties.sent, updates,
-                                           waits=bool(may_wait))
+    recomputed, workspace = _bytes_beyond_stored(costs, segments, inside, gradients, ties.sent, updates,
+                                                 waits=bool(may_wait))
     for segment in segments if any(buffers) else ():
         copied = sum(buffers[place] for place in segment)
         behind = costs[-1].loss_bytes + sum(cost.kept_bytes for place, cost in enumerate(costs)
@@ -171,9 +171,9 @@ def activation_bytes(costs: Sequence[BlockCost], segments: Sequence[range], micr
             "messages": _message_bytes(costs, microbatches, each) + arriving}
 
 
-def _beyond_stored(costs: Sequence[BlockCost], segments: Sequence[range], inside: Mapping[int, int],
-                   gradients: Sequence[int], sent: Mapping[int, int], updates: Mapping[int, int], *, waits: bool
-                   ) -> tuple[int, int]:
+def _bytes_beyond_stored(costs: Sequence[BlockCost], segments: Sequence[range], inside: Mapping[int, int],
+                         gradients: Sequence[int], sent: Mapping[int, int], updates: Mapping[int, int], *, waits: bool
+                         ) -> tuple[int, int]:
     """Peak bytes that a forward or a backward needs besides those that one microbatch stores in all blocks: for blocks
     that are recomputed, and the rest. A forward reaches a block before later blocks store anything; a backward reaches
     it when their memory is freed, except for deferred operands.

@@ -27,7 +27,7 @@ from operator import mul
 from typing import NamedTuple
 
 from ranvier.config.resolve import ResolvedRun, chunk_size
-from ranvier.cost.blocks import BlockCost, Same
+from ranvier.cost.blocks import BlockCost, ById
 from ranvier.cost.collectives import (
     all_reduce_seconds,
     place_groups,
@@ -46,10 +46,19 @@ from ranvier.cost.kernels import (
     without_panels,
 )
 from ranvier.cost.stage_messages import edge_bytes, edge_links, edge_seconds, rank_threads, replica_offsets, sent_bytes
-from ranvier.cost.volume import Bytes, SplitLayer, Trip, Trips, Volume, block_volume, layer_trips, volume_scheme
+from ranvier.cost.volume import (
+    Bytes,
+    LayerTransfers,
+    SplitLayer,
+    Transfer,
+    Volume,
+    block_volume,
+    layer_transfers,
+    volume_scheme,
+)
 from ranvier.schedule.limits import Deferral, Limits
 from ranvier.schedule.schedule import Policy
-from ranvier.schedule.simulator import DIRECT, PRODUCTS, StageTimes, Way, passage
+from ranvier.schedule.simulator import DIRECT, PRODUCTS, EdgeTimes, StageTimes, predict_batch_time
 
 _MESSAGES = {"summa": (4, 8), "stationary": (4, 6), "megatron": (2, 2),
              "stationary-sequence": (4, 6), "megatron-sequence": (4, 6)}
@@ -205,7 +214,7 @@ def step_cost(step: Step, cluster: Cluster, *, exact: bool = True, as_published:
     return _StepCost(step, cluster, as_published).cost(exact)
 
 
-def least_seconds(step: Step, cluster: Cluster, *, part: float) -> tuple[float, float]:
+def step_lower_bound(step: Step, cluster: Cluster, *, part: float) -> tuple[float, float]:
     """Lower bounds of a step's time for any cut of its blocks into stages, for the pipeline alone with blocks spread
     evenly: without recomputation, and with it. Below `step_cost` if the blocks' seconds are. step: all blocks on its
     first stage. part: the share of these blocks' work that one rank does for one microbatch."""
@@ -218,7 +227,7 @@ class PipelineNumbers:
 
     times: tuple[StageTimes, ...]
     num_microbatches: int
-    way: Way
+    edges: EdgeTimes
     """The edges between ranks."""
     in_flight: int
     defer_bytes: int | Sequence[int]
@@ -235,8 +244,9 @@ def step_pipeline(step: Step, cluster: Cluster, *, as_published: bool = False) -
     """The pipeline of a step on a cluster, for the simulator. as_published: as in `step_cost`."""
     made = _StepCost(step, cluster, as_published)
     times = tuple(made.times([made.stage(stage) for stage in range(len(step.stages))]))
-    return PipelineNumbers(times=times, num_microbatches=made.count, way=made.way(), in_flight=step.limits.in_flight,
-                           defer_bytes=made.defer(times), at_once=made.max_running_stages(), defer_last=made.defer_last,
+    return PipelineNumbers(times=times, num_microbatches=made.count, edges=made.edge_times(),
+                           in_flight=step.limits.in_flight, defer_bytes=made.defer(times),
+                           at_once=made.max_running_stages(), defer_last=made.defer_last,
                            max_stored=step.limits.max_stored, alternating=step.limits.alternating)
 
 
@@ -293,7 +303,7 @@ _NO_SECONDS = _Seconds(0.0, 0.0, 0.0)
 
 
 @lru_cache(maxsize=1024)  # a search asks this for very many candidates
-def _block_seconds(kernels: Same[tuple[Kernel, ...]], device: Same[Device], precision: Precision, threads: float,
+def _block_seconds(kernels: ById[tuple[Kernel, ...]], device: ById[Device], precision: Precision, threads: float,
                    bytes: ElementBytes, as_published: bool) -> _Seconds:
     """Times of one microbatch in a block with these kernels. as_published: as in `step_cost`."""
     forward = without_fused_loss(without_panels(kernels.it)) if as_published else kernels.it
@@ -307,13 +317,13 @@ def _block_seconds(kernels: Same[tuple[Kernel, ...]], device: Same[Device], prec
 
 
 @lru_cache(maxsize=1024)
-def _repeated_seconds(kernels: Same[tuple[Kernel, ...]], device: Same[Device], precision: Precision, threads: float,
+def _repeated_seconds(kernels: ById[tuple[Kernel, ...]], device: ById[Device], precision: Precision, threads: float,
                       num_repeated: int | None = None) -> _Seconds:
     """Times of one microbatch in a second run with the first `num_repeated` of these kernels."""
     return _NO_SECONDS._replace(forward=device.it.seconds(kernels.it[:num_repeated], precision, threads))
 
 
-class _Apart(NamedTuple):
+class _DeferralDelays(NamedTuple):
     """Seconds for which messages delay a block whose weight gradients are deferred."""
 
     backward: float
@@ -331,8 +341,8 @@ _Products = tuple[float, float, float]
 
 
 @lru_cache(maxsize=1024)
-def _layer_seconds(kernels: Same[tuple[Kernel, ...]], layers: Same[tuple[SplitLayer, ...]], col: int,
-                   device: Same[Device], precision: Precision, bytes: ElementBytes) -> tuple[_Products, ...]:
+def _layer_seconds(kernels: ById[tuple[Kernel, ...]], layers: ById[tuple[SplitLayer, ...]], col: int,
+                   device: ById[Device], precision: Precision, bytes: ElementBytes) -> tuple[_Products, ...]:
     """For each of these layers its products, as the block computes them on one of `col` columns: with the full input of
     an output-stationary layer or the full output of an input-stationary one, and a part of the other side. A product
     belongs to the layer with the nearest size, and is shared evenly by layers of the same size."""
@@ -363,7 +373,7 @@ def _layer_seconds(kernels: Same[tuple[Kernel, ...]], layers: Same[tuple[SplitLa
 
 
 @lru_cache(maxsize=64)  # a search has one sample for very many candidates
-def _first_alike(work: Same[StageWork], layers: Same[Mapping[str, tuple[SplitLayer, ...]]], begins: int
+def _first_alike(work: ById[StageWork], layers: ById[Mapping[str, tuple[SplitLayer, ...]]], begins: int
                  ) -> tuple[int, ...]:
     """For each block of a stage the place of the first block that takes the same time. begins: the place of the first
     block with a backward."""
@@ -391,7 +401,7 @@ class _StepCost:
         self._of_kernels: dict[tuple[int, bool], _Seconds] = {}
         self._volumes: dict[tuple[int, bool], Volume] = {}
         self._sent_seconds: dict[object, tuple[float, float]] = {}
-        self._sent_apart_seconds: dict[object, _Apart] = {}
+        self._known_deferral_delays: dict[object, _DeferralDelays] = {}
         self.held = [self.placement.stages_of(rank) for rank in range(mesh.pipeline_size)]
         """The stages of each rank of a pipeline."""
         self.trained = [sum(block.num_owned for stage in held for block in self.stages[stage]) for held in self.held]
@@ -407,11 +417,11 @@ class _StepCost:
         step = self.step
         rows = [self.stage(stage) for stage in range(len(self.stages))]
         times = self.times(rows)
-        way = self.way()
-        passed = passage(times, self.count, step.policy, step.limits.in_flight, way=way, exact=exact,
-                         defer_bytes=self.defer(times), cores=self.max_running_stages(), placement=self.placement,
-                         defer_last=self.defer_last, max_stored=step.limits.max_stored,
-                         alternating=step.limits.alternating)
+        edges = self.edge_times()
+        passed = predict_batch_time(times, self.count, step.policy, step.limits.in_flight, edges=edges, exact=exact,
+                                    defer_bytes=self.defer(times), cores=self.max_running_stages(),
+                                    placement=self.placement, defer_last=self.defer_last,
+                                    max_stored=step.limits.max_stored, alternating=step.limits.alternating)
         partial = (1.0 - self.last) * max(sum(rows[stage].microbatch_seconds for stage in held) for held in self.held)
         shared = self._shared_cores(rows)
         pipeline = max(passed.seconds - partial, shared)
@@ -435,7 +445,7 @@ class _StepCost:
             model_flops=size * (step.flops_per_sample - unneeded),
             hardware_flops=size * (step.flops_per_sample + again - unneeded),
             peak_flops=self._ranks_worth() * rate.peak_flops, cores_seconds=shared, partial_seconds=partial,
-            edge_seconds=max(way.transfer, default=0.0))
+            edge_seconds=max(edges.transfer, default=0.0))
 
     def _repeated_share(self) -> float:
         """Share of the operations of recomputed blocks that run again; 0 if no block is recomputed."""
@@ -449,12 +459,12 @@ class _StepCost:
         return 1.0 - left_out / whole if whole else 0.0
 
     def lower_bound(self) -> tuple[float, float]:
-        """Result of `least_seconds`. Stage i begins after the forwards of earlier stages, and then processes all
+        """Result of `step_lower_bound`. Stage i begins after the forwards of earlier stages, and then processes all
         microbatches: if forwards take at least a share r of the blocks' time, m microbatches that one stage would
         process in t take at least r t / (1 - (1 - r / m)^p) on p stages. If a batch's last microbatch is not full, the
         bound is lower."""
         forward, both, again = list[float](), list[float](), dict.fromkeys(self._recomputed_blocks(0), 1.0)
-        alike = _first_alike(Same(self.step.stages[0]), Same(self.step.split_layers), self.begins)
+        alike = _first_alike(ById(self.step.stages[0]), ById(self.step.split_layers), self.begins)
         for place, (block, first) in enumerate(zip(self.stages[0], alike, strict=True)):
             if first < place:
                 forward.append(forward[first])
@@ -468,10 +478,10 @@ class _StepCost:
             both.append(forward[-1] + sent[1] + (own.backward + own.weight if trains else 0.0))
             if place in again:
                 again[place] = self._recompute_seconds(block, place in self.step.stages[0].ends).forward
-        return self._least_of(forward, both), self._least_of(forward, [
+        return self._bound_of(forward, both), self._bound_of(forward, [
             seconds + again.get(place, 0.0) for place, seconds in enumerate(both)])
 
-    def _least_of(self, forward: Sequence[float], both: Sequence[float]) -> float:
+    def _bound_of(self, forward: Sequence[float], both: Sequence[float]) -> float:
         """The bound for blocks with these forward times, and these times both ways, of a microbatch."""
         pipe, total = self.mesh.pipeline_size, sum(both)
         share = min((before / each for before, each in zip(forward, both, strict=True) if each), default=0.0)
@@ -543,7 +553,7 @@ class _StepCost:
         """Times of one microbatch in a block."""
         key = id(cost.kernels), cost.num_trainable > 0
         if key not in self._of_kernels:
-            found = _block_seconds(Same(cost.kernels), Same(self.cluster.device), self.run.precision, self._threads(),
+            found = _block_seconds(ById(cost.kernels), ById(self.cluster.device), self.run.precision, self._threads(),
                                    self.step.bytes, self.as_published)
             if self.part is not None:
                 found = _Seconds(*(self.part * seconds for seconds in found))
@@ -555,7 +565,7 @@ class _StepCost:
         if not cost.is_selective and (self.as_published or not ends):
             return self._seconds(cost)
         kernels, count = (cost.repeated.kernels, None) if cost.is_selective else (cost.kernels, cost.num_repeated)
-        found = _repeated_seconds(Same(kernels), Same(self.cluster.device), self.run.precision, self._threads(), count)
+        found = _repeated_seconds(ById(kernels), ById(self.cluster.device), self.run.precision, self._threads(), count)
         return found if self.part is None else _Seconds(*(self.part * seconds for seconds in found))
 
     def _threads(self) -> float:
@@ -614,39 +624,39 @@ class _StepCost:
         more (or less, if negative) than without deferral, and for which they delay these gradients; their sum is not
         negative."""
         blocks = self._deferring(stage) if self.size > 1 and self._overlaps_messages else []
-        found = [self._sent_apart(block) for block in blocks]
+        found = [self._deferral_delays(block) for block in blocks]
         longer = sum(each.backward for each in found)
         weight = max(sum(each.weight for each in found),
-                     sum(each.weight_alone for each in found) + self._late_sums(blocks))
+                     sum(each.weight_alone for each in found) + self._late_sum_seconds(blocks))
         return longer, max(weight, -longer)
 
-    def _late_sums(self, blocks: Sequence[BlockCost]) -> float:
+    def _late_sum_seconds(self, blocks: Sequence[BlockCost]) -> float:
         """Seconds for which sums of deferred weight gradients over rows end later than the product that follows each:
         the next product but one takes its memory. The last sum overlaps the work after all of them."""
-        queue = [pair for block in reversed(blocks) for pair in self._sent_apart(block).sums]
+        queue = [pair for block in reversed(blocks) for pair in self._deferral_delays(block).sums]
         return sum(max(0.0, seconds - product) for (seconds, _), (_, product) in pairwise(queue))
 
-    def _sent_apart(self, block: BlockCost) -> _Apart:
+    def _deferral_delays(self, block: BlockCost) -> _DeferralDelays:
         """The delays of one block with deferred weight gradients."""
         key = id(self.step.split_layers[block.name]), id(block.kernels)
-        if key not in self._sent_apart_seconds:
+        if key not in self._known_deferral_delays:
             volume, layers = self._block_volume(block.name, False), self._share_of_layer(block.name)
-            own, trips = self._seconds(block), self._layer_messages(block, False, waits=True)
-            later = Bytes(sum(trip.bytes for each, _ in trips for trip in each.weight),
+            own, transfers = self._seconds(block), self._layer_messages(block, False, waits=True)
+            later = Bytes(sum(transfer.bytes for each, _ in transfers for transfer in each.weight),
                           max(0.0, volume.backward.weights - volume.forward.weights))
             first = Bytes(volume.backward.activations - later.activations, volume.backward.weights - later.weights)
-            backward = self._held_up(first, layers, 1, [(each.backward, seconds) for each, seconds in trips],
-                                     own.backward)
-            gathers = [(each.weight, seconds) for each, seconds in trips]
-            weight, alone = (self._held_up(weights, layers, 1, gathers, own.weight) - self._norms(layers)
+            backward = self._message_delay(first, layers, 1, [(each.backward, seconds) for each, seconds in transfers],
+                                           own.backward)
+            gathers = [(each.weight, seconds) for each, seconds in transfers]
+            weight, alone = (self._message_delay(weights, layers, 1, gathers, own.weight) - self._norms(layers)
                              for weights in (later, replace(later, weights=0.0)))
             summed = self._receive_seconds(replace(later, activations=0.0), layers, 1) if later.weights else 0.0
             sizes = [layer.inputs * layer.outputs for layer in self.step.split_layers[block.name]]
-            self._sent_apart_seconds[key] = _Apart(
+            self._known_deferral_delays[key] = _DeferralDelays(
                 backward - self._sent(block, False, has_backward=True)[1], weight, alone,
                 [(summed * size / sum(sizes), products[2]) for size, (_, products) in reversed(
-                    list(zip(sizes, trips, strict=True)))] if summed else [])
-        return self._sent_apart_seconds[key]
+                    list(zip(sizes, transfers, strict=True)))] if summed else [])
+        return self._known_deferral_delays[key]
 
     def _sent(self, block: BlockCost, recomputed: bool, *, has_backward: bool, ends: bool = False
               ) -> tuple[float, float]:
@@ -657,12 +667,13 @@ class _StepCost:
             sends_again = recomputed and not block.is_selective
             volume, layers = self._block_volume(block.name, sends_again), self._share_of_layer(block.name)
             own, again = self._seconds(block), self._recompute_seconds(block, ends) if recomputed else _NO_SECONDS
-            trips = self._layer_messages(block, sends_again) if self._overlaps_messages else []
+            transfers = self._layer_messages(block, sends_again) if self._overlaps_messages else []
             self._sent_seconds[key] = (
-                self._held_up(volume.forward, layers, 0, [(each.forward, seconds) for each, seconds in trips],
-                              own.forward),
-                self._held_up(volume.backward, layers, 1, [(each.backward, seconds) for each, seconds in trips],
-                              own.backward + own.weight + again.forward) if has_backward else 0.0)
+                self._message_delay(volume.forward, layers, 0, [(each.forward, seconds) for each, seconds in transfers],
+                                    own.forward),
+                self._message_delay(volume.backward, layers, 1, [(each.backward, seconds) for each,
+                                                                 seconds in transfers],
+                                    own.backward + own.weight + again.forward) if has_backward else 0.0)
         return self._sent_seconds[key]
 
     @property
@@ -671,14 +682,15 @@ class _StepCost:
         depends on the rank."""
         return self.cluster.device.cores is None and self.scheme != "summa" and not self.as_published
 
-    def _held_up(self, sizes: Bytes, layers: float, way: int, trips: Sequence[tuple[Sequence[Trip], _Products]],
-                 computing: float) -> float:
+    def _message_delay(self, sizes: Bytes, layers: float, way: int,
+                       transfers: Sequence[tuple[Sequence[Transfer], _Products]], computing: float) -> float:
         """Seconds for which a block's messages delay it: activations overlap the products of their layer, except for
         the panels during which nothing is computed, and weights overlap all of the block's computation. Hidden messages
         slow down the computation that they overlap (`Device.message_share`).
 
         Args:
-            sizes, layers, way: as in `_receive_seconds`. trips: of each layer, with its products. computing: seconds.
+            sizes, layers, way: as in `_receive_seconds`. transfers: of each layer, with its products. computing:
+                seconds.
         """
         if not self._overlaps_messages:
             return self._norms(layers) + self._receive_seconds(sizes, layers, way)
@@ -686,11 +698,11 @@ class _StepCost:
         weights = self._receive_seconds(replace(sizes, activations=0.0), layers, way) if sizes.weights else 0.0
         each_byte = activations / sizes.activations if sizes.activations else 0.0
         alone = late = 0.0
-        for several, products in trips:
-            for trip in several:
-                alone += trip.alone * each_byte
-                beside = sum(map(mul, trip.beside, products))
-                late += (1.0 - trip.alone / trip.bytes) * max(0.0, trip.bytes * each_byte - beside)
+        for several, products in transfers:
+            for transfer in several:
+                alone += transfer.alone * each_byte
+                beside = sum(map(mul, transfer.beside, products))
+                late += (1.0 - transfer.alone / transfer.bytes) * max(0.0, transfer.bytes * each_byte - beside)
         hidden = activations - alone + weights
         slower = self.cluster.device.message_share * hidden  # computation that overlaps messages takes longer
         return self._norms(layers) + alone + max(slower, late, hidden - computing)
@@ -703,18 +715,18 @@ class _StepCost:
             0.0, round(steps), group, self.cluster)
 
     def _layer_messages(self, block: BlockCost, recomputed: bool, *,
-                        waits: bool = False) -> list[tuple[Trips, _Products]]:
-        """The trips of the activations of each layer of a block, and its products."""
+                        waits: bool = False) -> list[tuple[LayerTransfers, _Products]]:
+        """The transfers of the activations of each layer of a block, and its products."""
         layers, col = self.step.split_layers[block.name], self.mesh.col if self.part is None else 1
-        seconds = _layer_seconds(Same(block.kernels), Same(layers), col, Same(self.cluster.device), self.run.precision,
+        seconds = _layer_seconds(ById(block.kernels), ById(layers), col, ById(self.cluster.device), self.run.precision,
                                  self.step.bytes)
         if self.part is not None:
             seconds = tuple((self.part * y, self.part * dx, self.part * dw) for y, dx, dw in seconds)
         elements = self.run.batch.microbatch_size * self.step.tokens
-        return [(layer_trips(layer, self.scheme, row=self.mesh.row, col=self.mesh.col, elements=elements,
-                             itemsize=self.step.bytes.parameter, sum_itemsize=self.step.bytes.summed,
-                             panel_bytes=self.run.tensor.panel_bytes, recomputed=recomputed,
-                             trains=block.num_trainable > 0, waits=waits), products)
+        return [(layer_transfers(layer, self.scheme, row=self.mesh.row, col=self.mesh.col, elements=elements,
+                                 itemsize=self.step.bytes.parameter, sum_itemsize=self.step.bytes.summed,
+                                 panel_bytes=self.run.tensor.panel_bytes, recomputed=recomputed,
+                                 trains=block.num_trainable > 0, waits=waits), products)
                 for layer, products in zip(layers, seconds, strict=True)]
 
     def _share_of_layer(self, block: str) -> float:
@@ -761,12 +773,12 @@ class _StepCost:
         forward, backward = (each * count + of_norms for count in _MESSAGES[self.scheme])
         return forward * sum(shares) + backward * sum(shares[self._first(stage):])
 
-    def way(self) -> Way:
+    def edge_times(self) -> EdgeTimes:
         """The edges of the pipeline, with messages that overlap computing."""
         if self.as_published:
             return DIRECT
         transfer, latency = zip(*self._edges(), strict=True) if self.mesh.pipeline_size > 1 else ((), ())
-        return Way(transfer=transfer, latency=latency)
+        return EdgeTimes(transfer=transfer, latency=latency)
 
     def _edges(self) -> list[tuple[float, float]]:
         """Seconds for which one message keeps each edge between neighbouring ranks busy, and further seconds until it

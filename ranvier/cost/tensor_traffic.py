@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from ranvier.config.resolve import ResolvedRun
 from ranvier.cost.node_placement import best_tile, bytes_between_nodes
-from ranvier.cost.volume import block_volume, layer_trips, transformer_layer, volume_scheme
+from ranvier.cost.volume import block_volume, layer_transfers, transformer_layer, volume_scheme
 from ranvier.precision import DTYPES, sum_dtype
 
 
@@ -15,7 +15,7 @@ from ranvier.precision import DTYPES, sum_dtype
 class TensorMeshFacts:
     """Bytes that a rank of the tensor mesh receives for one layer and one microbatch, forward and backward.
 
-    exposed_bytes: those that are received, on a CUDA device, while no product is computed (`first_panels`); None
+    exposed_bytes: those that are received, on a CUDA device, while no product is computed (`exposed_layer_bytes`); None
     elsewhere. tile: rows and columns of the tensor mesh on one node. node_bytes: bytes that enter a node, and the same
     with ranks numbered row by row. The last three are None if the mesh is on one node, or nodes are not known.
     """
@@ -42,18 +42,18 @@ class TensorMeshFacts:
                 f"{self.node_bytes / 2**20:,.2f} MiB a layer and microbatch enter{other}")
 
 
-def first_panels(run: ResolvedRun) -> int | None:
-    """Bytes of a layer that are sent while no product is computed (`layer_trips`). None for SUMMA, whose broadcasts
+def exposed_layer_bytes(run: ResolvedRun) -> int | None:
+    """Bytes of a layer that are sent while no product is computed (`layer_transfers`). None for SUMMA, whose broadcasts
     depend on the rank."""
     mesh, model, scheme = run.mesh, run.model, volume_scheme(run.tensor)
     if scheme == "summa":
         return None
-    trips = [layer_trips(
+    transfers = [layer_transfers(
         layer, scheme, row=mesh.row, col=mesh.col, itemsize=DTYPES[run.precision].itemsize,
         elements=run.batch.microbatch_size * model.sequence * model.hidden, sum_itemsize=_sum_itemsize(run),
         panel_bytes=run.tensor.panel_bytes, recomputed=run.memory.recompute not in ("none", "selective"))
         for layer in transformer_layer(1)]
-    return round(sum(each.exposed for each in trips))
+    return round(sum(each.exposed for each in transfers))
 
 
 def _sum_itemsize(run: ResolvedRun) -> int:
@@ -74,7 +74,7 @@ def tensor_mesh_facts(run: ResolvedRun, ranks_per_node: int | None) -> TensorMes
         return None
     facts = TensorMeshFacts(row=mesh.row, col=mesh.col, scheme=volume_scheme(run.tensor),
                             layer_bytes=round(volume.total),
-                            exposed_bytes=first_panels(run) if run.launch.device == "cuda" else None)
+                            exposed_bytes=exposed_layer_bytes(run) if run.launch.device == "cuda" else None)
     if ranks_per_node is None or ranks_per_node >= mesh.stage_size:
         return facts
     received = {"along_row_bytes": volume.forward.weights + volume.backward.weights,

@@ -93,7 +93,7 @@ class Volume:
         return self.forward.total + self.backward.total
 
 
-class _Way(NamedTuple):
+class _ProductBytes(NamedTuple):
     """Bytes received by one way of multiplying, as multiples of (A, W)."""
 
     gathers: tuple[float, float]
@@ -106,20 +106,20 @@ class _Way(NamedTuple):
     """Gradients of the operands, which the backward sums."""
 
 
-def _output_stationary(into: float, out: float) -> _Way:
-    return _Way(gathers=(into, into * out), sums=(0, 0), gradients=(0, 0), gradient_sums=(into, into * out))
+def _output_stationary(into: float, out: float) -> _ProductBytes:
+    return _ProductBytes(gathers=(into, into * out), sums=(0, 0), gradients=(0, 0), gradient_sums=(into, into * out))
 
 
-def _input_stationary(into: float, out: float) -> _Way:
-    return _Way(gathers=(0, into * out), sums=(out, 0), gradients=(out, 0), gradient_sums=(0, into * out))
+def _input_stationary(into: float, out: float) -> _ProductBytes:
+    return _ProductBytes(gathers=(0, into * out), sums=(out, 0), gradients=(out, 0), gradient_sums=(0, into * out))
 
 
-def _all_reduced_gradient(into: float, out: float) -> _Way:
-    return _Way(gathers=(0, 0), sums=(0, 0), gradients=(0, 0), gradient_sums=(2 * into, 0))
+def _all_reduced_gradient(into: float, out: float) -> _ProductBytes:
+    return _ProductBytes(gathers=(0, 0), sums=(0, 0), gradients=(0, 0), gradient_sums=(2 * into, 0))
 
 
-def _all_reduced_output(into: float, out: float) -> _Way:
-    return _Way(gathers=(0, 0), sums=(2 * out, 0), gradients=(0, 0), gradient_sums=(0, 0))
+def _all_reduced_output(into: float, out: float) -> _ProductBytes:
+    return _ProductBytes(gathers=(0, 0), sums=(2 * out, 0), gradients=(0, 0), gradient_sums=(0, 0))
 
 
 _WAYS = {"summa": (_output_stationary, _output_stationary), "stationary": (_output_stationary, _input_stationary),
@@ -159,7 +159,7 @@ def _units(scheme: Scheme, row: int, col: int, batch: int, sequence: int, hidden
                   widened_w=1.0 if sum_itemsize is None else max(itemsize, _GRADIENT_ITEMSIZE) / itemsize)
 
 
-def _product_volume(units: _Units, way: _Way, recompute: Recompute) -> Volume:
+def _product_volume(units: _Units, way: _ProductBytes, recompute: Recompute) -> Volume:
     gathers, sums = units.bytes(way.gathers), units.summed(way.sums)
     backward = units.bytes(way.gradients) + units.summed(way.gradient_sums)
     if recompute != "none":
@@ -215,7 +215,7 @@ def block_volume(layers: Sequence[SplitLayer], scheme: Scheme, *, row: int, col:
     return Volume(forward=forward, backward=backward)
 
 
-class Trip(NamedTuple):
+class Transfer(NamedTuple):
     """Bytes that a rank receives in one collective of a layer, cut into panels. alone: those of a panel during which
     nothing is computed. beside: the share of the layer's products (y, dX, dW) that is computed during the rest, where
     each panel of a product hides a panel."""
@@ -225,24 +225,24 @@ class Trip(NamedTuple):
     beside: tuple[float, float, float] = (0.0, 0.0, 0.0)
 
 
-class Trips(NamedTuple):
-    """The trips of one layer and microbatch, in its forward and its backward, recomputation included; weight: in its
-    weight's gradient, if that is deferred."""
+class LayerTransfers(NamedTuple):
+    """The transfers of one layer and microbatch, in its forward and its backward, recomputation included; weight: in
+    its weight's gradient, if that is deferred."""
 
-    forward: tuple[Trip, ...] = ()
-    backward: tuple[Trip, ...] = ()
-    weight: tuple[Trip, ...] = ()
+    forward: tuple[Transfer, ...] = ()
+    backward: tuple[Transfer, ...] = ()
+    weight: tuple[Transfer, ...] = ()
 
     @property
     def exposed(self) -> float:
         """Bytes that are received while nothing is computed."""
-        return sum(trip.alone for trip in (*self.forward, *self.backward))
+        return sum(transfer.alone for transfer in (*self.forward, *self.backward))
 
 
-def layer_trips(layer: SplitLayer, scheme: Scheme, *, row: int, col: int, elements: int, itemsize: int,
-                sum_itemsize: int, panel_bytes: int | Literal["auto"], recomputed: bool, trains: bool = True,
-                waits: bool = False) -> Trips:
-    """Trips of a layer's activations, on devices that compute while they transfer.
+def layer_transfers(layer: SplitLayer, scheme: Scheme, *, row: int, col: int, elements: int, itemsize: int,
+                    sum_itemsize: int, panel_bytes: int | Literal["auto"], recomputed: bool, trains: bool = True,
+                    waits: bool = False) -> LayerTransfers:
+    """Transfers of a layer's activations, on devices that compute while they transfer.
 
     For output-stationary products the forward gathers inputs; for input-stationary products it sums outputs, and the
     backward gathers their gradients: the first panel that a product gathers, or the last one that it sums, overlaps no
@@ -258,32 +258,33 @@ def layer_trips(layer: SplitLayer, scheme: Scheme, *, row: int, col: int, elemen
     if layer.kind == "embedding":
         whole = embedding_volume(scheme, row=row, col=col, batch=1, sequence=1, hidden=elements * layer.outputs,
                                  vocab=layer.inputs, itemsize=itemsize, sum_itemsize=sum_itemsize)
-        return Trips(*((Trip(size, size),) if size else ()
-                       for size in (whole.forward.activations, whole.backward.activations)))
+        return LayerTransfers(*((Transfer(size, size),) if size else ()
+                                for size in (whole.forward.activations, whole.backward.activations)))
     is_output, share = layer.kind != "input", (col - 1) / col
     features = layer.inputs if is_output else layer.outputs
     gathered, summed = (elements * features // row * size for size in (itemsize, sum_itemsize))
     if scheme == "megatron":  # an all-reduce of full tensors receives twice as much as a reduce-scatter
         gathered, share = 0, 2 * share
 
-    def trip(size: int, *beside: float) -> tuple[Trip, ...]:
+    def transfer(size: int, *beside: float) -> tuple[Transfer, ...]:
         received = size * share
         alone = received / panels_on_gpu(size, panel_bytes, hides=True)
-        return (Trip(received, alone, (beside[0], beside[1], beside[2])),) if received else ()
+        return (Transfer(received, alone, (beside[0], beside[1], beside[2])),) if received else ()
 
-    forward = trip(gathered if is_output else summed, 1.0, 0.0, 0.0)
+    forward = transfer(gathered if is_output else summed, 1.0, 0.0, 0.0)
     repeated = forward if recomputed and not layer.ends_layer else ()
     if not is_output:
-        return Trips(forward, repeated + trip(gathered, 0.0, 1.0, float(trains and not waits)))
+        return LayerTransfers(forward, repeated + transfer(gathered, 0.0, 1.0, float(trains and not waits)))
     if waits:
-        return Trips(forward, trip(summed, 0.0, 1.0, 0.0), trip(gathered, 0.0, 0.0, 1.0))
+        return LayerTransfers(forward, transfer(summed, 0.0, 1.0, 0.0), transfer(gathered, 0.0, 0.0, 1.0))
     again = gathered if trains and not recomputed else 0
     panels = panels_on_gpu(again, panel_bytes, hides=False)
     if panels > 1:  # all but the first panel of x are sent after dX, during dW of the previous one
-        backward = [Trip((again + summed) * share, 0.0, (0.0, 1.0, 1.0 - 1.0 / panels))]
+        backward = [Transfer((again + summed) * share, 0.0, (0.0, 1.0, 1.0 - 1.0 / panels))]
     else:
-        backward = [Trip(again * share, 0.0, (0.0, 1.0, 0.0)), Trip(summed * share, 0.0, (0.0, 0.0, float(trains)))]
-    return Trips(forward, repeated + tuple(trip for trip in backward if trip.bytes))
+        backward = [Transfer(again * share, 0.0, (0.0, 1.0, 0.0)),
+                    Transfer(summed * share, 0.0, (0.0, 0.0, float(trains)))]
+    return LayerTransfers(forward, repeated + tuple(transfer for transfer in backward if transfer.bytes))
 
 
 def embedding_volume(scheme: Scheme, *, row: int, col: int, batch: int, sequence: int, hidden: int, vocab: int,
@@ -321,5 +322,5 @@ def head_volume(scheme: Scheme, *, row: int, col: int, batch: int, sequence: int
     out = vocab / hidden
     way = _WAYS[scheme][0](1, out)
     if scheme == "summa":
-        way = _Way(gathers=(0, out), sums=(out, 0), gradients=(2 * out, 0), gradient_sums=(0, out))
+        way = _ProductBytes(gathers=(0, out), sums=(out, 0), gradients=(2 * out, 0), gradient_sums=(0, out))
     return _product_volume(units, way, "none")

@@ -16,7 +16,7 @@ import platformdirs
 from ranvier.config.run import Run
 from ranvier.errors import DataError
 from ranvier.system.atomic_file import clear_unfinished, replace_atomically
-from ranvier.system.file_lock import StillLockError, file_lock
+from ranvier.system.file_lock import StaleLockError, file_lock
 from ranvier.system.lease import Owner
 
 Progress = Callable[[str], None]
@@ -110,7 +110,7 @@ def one_writer(path: Path, progress: Progress) -> Iterator[bool]:
             with _writable(path):
                 path.parent.mkdir(parents=True, exist_ok=True)
                 is_alone = stack.enter_context(lock)
-        except StillLockError as error:
+        except StaleLockError as error:
             holder = error.holder
             kill = f" (kill {holder.pid} on {holder.host})" if holder is not None and holder.has_known_pid else ""
             raise DataError(f"is being prepared by {_describe_holder(holder)}, which has shown no life for "

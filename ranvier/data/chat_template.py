@@ -274,7 +274,7 @@ class ChatTokenizer:
             return ids, np.array(is_target, dtype=bool)
         # This tokenizer puts a space before each text: tokenize the full text, and learn the tokens that begin in a
         # turn.
-        return list(whole["input_ids"]), _begin_in(whole["offset_mapping"], spans)
+        return list(whole["input_ids"]), _tokens_in_spans(whole["offset_mapping"], spans)
 
     def _sample_by_markers(self, conversation: Conversation) -> Sample:
         found = self._render_or_refuse(conversation, marks=True)
@@ -286,7 +286,8 @@ class ChatTokenizer:
             # A turn lies between the common beginnings of the text with the conversations before and after the turn.
             ends = [_common_length(text, self.render(conversation, turns=turns)) if turns else 0
                     for turns in range(len(conversation.messages) + 1)]
-            is_target &= ~_begin_in(offsets, [(ends[number], ends[number + 1]) for number in conversation.unlearnt])
+            is_target &= ~_tokens_in_spans(offsets,
+                                           [(ends[number], ends[number + 1]) for number in conversation.unlearnt])
         return ids, is_target
 
 
@@ -331,7 +332,7 @@ def _overlap(offsets: Sequence[tuple[int, int]], spans: Sequence[tuple[int, int]
     return found
 
 
-def _begin_in(offsets: Sequence[tuple[int, int]], spans: Sequence[tuple[int, int]]) -> np.ndarray:
+def _tokens_in_spans(offsets: Sequence[tuple[int, int]], spans: Sequence[tuple[int, int]]) -> np.ndarray:
     """[tokens] bool: whether a token's first character is in one of the spans."""
     starts = np.array([start if stop > start else -1 for start, stop in offsets])
     found = np.zeros(len(starts), dtype=bool)

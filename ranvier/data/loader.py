@@ -18,7 +18,7 @@ from ranvier.tensor.split.loss import IGNORED
 
 
 @dataclass(frozen=True, eq=False)
-class _Ahead:
+class _PrefetchedBatch:
     """A prefetched batch, and the event after which it is on the device."""
 
     of: tuple[int, ...]
@@ -56,7 +56,7 @@ class Loader:
         self.lengths, self.length_multiple = lengths, length_multiple
         self.offset = 0
         """Samples that were taken in addition to those of earlier steps: by steps of another size, or left out."""
-        self._ahead: _Ahead | None = None
+        self._ahead: _PrefetchedBatch | None = None
         self._copies: torch.cuda.Stream | None = None
 
     def size(self, step: int) -> int:
@@ -90,7 +90,7 @@ class Loader:
         with torch.cuda.stream(self._copies):
             batch, copied = self._read(step), torch.cuda.Event()
         copied.record(self._copies)
-        self._ahead = _Ahead(self._sizes(step), batch, copied)
+        self._ahead = _PrefetchedBatch(self._sizes(step), batch, copied)
 
     def _sizes(self, step: int) -> tuple[int, ...]:
         """Everything that a batch depends on and that may change."""

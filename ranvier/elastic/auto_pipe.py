@@ -179,11 +179,11 @@ class _Candidate:
         if self.num_stages > self.num_ranks:
             return self._predict(self._even())
         boundaries = cut(self.situation.num_blocks, self.num_ranks, self._cost)
-        too_much = self._too_much(boundaries)
+        too_much = self._memory_problem(boundaries)
         if too_much is not None:
             lean = cut(self.situation.num_blocks, self.num_ranks, lambda *stage: inf if self._excess(*stage) > 0
                        else self._cost(*stage))
-            if self._too_much(lean) is not None:
+            if self._memory_problem(lean) is not None:
                 return Cut(boundaries=boundaries, reason=too_much, too_large=True)
             boundaries = lean
         return self._predict(boundaries)
@@ -209,7 +209,7 @@ class _Candidate:
                     for index in range(self.num_stages - 1) for by in (-1, 1)]
             found = [self._predict(boundaries) for boundaries in near
                      if all(start < stop for _, start, stop in self._stages(boundaries))
-                     and boundaries[0] >= self.situation.cached and self._too_much(boundaries) is None]
+                     and boundaries[0] >= self.situation.cached and self._memory_problem(boundaries) is None]
             left -= len(near) * self.num_stages * self.count
             other = min(found, key=lambda cut: (cut.seconds or inf) / self.situation.samples, default=best)
             if self.time(other) >= self.time(best):
@@ -238,7 +238,7 @@ class _Candidate:
             return 0
         return self.situation.memory_bytes(stage, start, stop) - self.situation.limit_bytes
 
-    def _too_much(self, boundaries: tuple[int, ...]) -> str | None:
+    def _memory_problem(self, boundaries: tuple[int, ...]) -> str | None:
         """The message about the stage that exceeds the memory limit most; None if all stages fit."""
         excess, place = max((self._excess(*place), place) for place in self._stages(boundaries))
         if excess <= 0:

@@ -21,7 +21,7 @@ class Change:
 
     mesh: sizes by axis. boundaries: None cuts by cost. microbatch_size, global_size: samples. reason: why, in a few
     words. schedule: pipeline settings that replace the run's own if their schedule does not fit the memory on the new
-    mesh (`plan/limits`). wish: the ID of the resize request that the change fulfils; its name in logs.
+    mesh (`plan/limits`). request_id: the ID of the resize request that the change fulfils; its name in logs.
     """
 
     mesh: Mapping[str, int]
@@ -32,7 +32,7 @@ class Change:
     microbatch_size: int
     reason: str
     schedule: Mapping[str, Any] | None = None
-    wish: str | None = None
+    request_id: str | None = None
 
     def apply_to(self, run: ResolvedRun) -> ResolvedRun:
         """The settings of `run` after the change. run: as it was started."""
@@ -64,13 +64,13 @@ _FORM = TypeAdapter(Change)
 class MeshRequest:
     """A request for another mesh, by a user or by ranks that want to join; its text is the sizes that it names.
 
-    sizes: by axis, for the named axes; None for required axes that are not named. wish: its ID; None without one.
+    sizes: by axis, for the named axes; None for required axes that are not named. request_id: its ID; None without one.
     ranks: how many wait to join, if any. has_joined: they are members of the run, and only their mesh is still pending.
     reason: of the change that fulfils the request. problem: why the request could not be read.
     """
 
     sizes: Mapping[str, int | None]
-    wish: str | None
+    request_id: str | None
     ranks: int | None = None
     has_joined: bool = False
     reason: str = "as asked with ranvier resize"
@@ -81,4 +81,4 @@ class MeshRequest:
 
     def fields(self) -> dict[str, object]:
         """The fields of the request in events."""
-        return {**self.sizes, **({} if self.ranks is None else {"ranks": self.ranks}), "wish": self.wish}
+        return {**self.sizes, **({} if self.ranks is None else {"ranks": self.ranks}), "request_id": self.request_id}

@@ -5,7 +5,7 @@
 A run passes facts that its ranks have measured (`ranvier.train.elasticity`), a plan passes facts predicted from a
 cluster's constants (`ranvier.planner.elastic_plan`). So both make the same decisions from the same facts:
 
-    steps        asks_after: is the policy to be evaluated?      tried_microbatch_size: of the next step
+    steps        evaluates_policy_after: is the policy to be evaluated?      tried_microbatch_size: of the next step
     decisions    decide: freeze by the policy, then change to the mesh that pays, or to the requested one
                  after_change: what a change has cost            restore: back to a checkpoint's mesh and layers
 """
@@ -26,7 +26,7 @@ from ranvier.elastic.freezing import (
     FreezePolicy,
     FrozenLayers,
     Manual,
-    Remembers,
+    StatefulPolicy,
     decide,
     frozen_layers,
     layers_text,
@@ -112,7 +112,7 @@ def fastest_count(state: ElasticState, mesh: Mesh, share: int, frozen: int) -> i
 
 
 class Controller:
-    """The settings of one run, with its freeze policy. Methods change nothing except a policy that `Remembers`.
+    """The settings of one run, with its freeze policy. Methods change nothing except a policy that `StatefulPolicy`.
 
     Args:
         run: as it was started.
@@ -167,18 +167,20 @@ class Controller:
         layers in which nothing trains are frozen."""
         state = replace(state, compares=self._untrained > frozen.prefix)
         if self._by_hand:
-            state = self.asks_after(state, step, 0, 0, frozen)
+            state = self.evaluates_policy_after(state, step, 0, 0, frozen)
             state = replace(state, norms=(0.0,) * num_layers if state.due else state.norms)
         return state
 
-    def asks_after(self, state: ElasticState, step: int, before: int, after: int, frozen: FrozenLayers) -> ElasticState:
+    def evaluates_policy_after(self, state: ElasticState, step: int, before: int, after: int,
+                               frozen: FrozenLayers) -> ElasticState:
         """`state.due`: whether the policy is evaluated after `step`, which takes the data from sample `before` to
         `after`. Once due, it stays due after each step until a step has gradients to evaluate."""
         due = self.freezes and (state.due or self._schedule.is_due(
             step, before, after, frozen.prefix, self.lowest(state, frozen.prefix)))
         return replace(state, due=due)
 
-    def steps_until_asked(self, state: ElasticState, step: int, samples: int, size: int, frozen: int) -> int | None:
+    def steps_until_evaluation(self, state: ElasticState, step: int, samples: int, size: int,
+                               frozen: int) -> int | None:
         """Steps of `size` samples after `step` and `samples` until there is something to decide; None: never again. A
         step's numbers are known during the next step."""
         found = [] if not state.unmeasured else [RECENT_STEPS + 1 - len(state.recent)]
@@ -238,7 +240,7 @@ class Controller:
                 seconds_before=state.seconds, remaining_steps=remaining_steps))
         state = replace(state, ledger=ledger.with_measured(cost=seconds, moved_bytes=moved_bytes),
                         recent=(), trial=None, kept=0, schedule=change.schedule)
-        if change.wish is not None:  # the user has chosen, and that holds until more layers freeze
+        if change.request_id is not None:  # the user has chosen, and that holds until more layers freeze
             state = replace(state, refused=frozenset())
         if {*old.changed_axes(new)} & {*old.stage_axes}:  # its times were measured with other shares of a layer
             state = replace(state, profile=MicrobatchProfile(), reported=frozenset())
@@ -362,7 +364,7 @@ class Controller:
                 resized(self.run.mesh, **asked), facts.frozen, wanted, None, request.reason).first_fitting(
                     self.run, lambda run: facts.problem(run, wanted))
             if found is None:
-                return replace(change, wish=request.wish)
+                return replace(change, request_id=request.request_id)
             problem = str(found)
         return Note(event="resize-refused", text=f"resize request for {request} refused: {problem}",
                     fields=request.fields())
@@ -385,9 +387,9 @@ class Controller:
 
 
 def _policy_state(policy: FreezePolicy) -> Mapping[str, Any] | None:
-    return policy.state_dict() if isinstance(policy, Remembers) else None
+    return policy.state_dict() if isinstance(policy, StatefulPolicy) else None
 
 
 def _load_policy(policy: FreezePolicy, state: ElasticState) -> None:
-    if isinstance(policy, Remembers) and state.policy is not None:
+    if isinstance(policy, StatefulPolicy) and state.policy is not None:
         policy.load_state_dict(dict(state.policy))

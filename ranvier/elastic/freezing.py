@@ -103,7 +103,7 @@ def frozen_layers(layers: Collection[int]) -> FrozenLayers:
 
 
 @runtime_checkable
-class Remembers(Protocol):
+class StatefulPolicy(Protocol):
     """A policy with a state, which checkpoints save: it has these two methods in addition to `frozen_layers`. The state
     is JSON-serialisable."""
 

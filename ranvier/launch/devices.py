@@ -23,7 +23,7 @@ import torch
 
 from ranvier.comm.signed_store import SharedStore, await_keys
 from ranvier.errors import ConfigError, LaunchError, counted
-from ranvier.launch.stores import TELL_SECONDS, tell_missing
+from ranvier.launch.stores import TELL_SECONDS, print_missing
 
 DEVICES_KEY = "ranvier/devices/"
 """Prefix of the store key under which each rank publishes what it sees."""
@@ -71,7 +71,7 @@ def exchange(devices: RankDevices, size: int, store: SharedStore) -> list[RankDe
     store.set(f"{DEVICES_KEY}{devices.rank}", json.dumps(asdict(devices)))
     keys = [f"{DEVICES_KEY}{rank}" for rank in range(size)]
     if devices.rank == 0 and not await_keys(store, keys, TELL_SECONDS):
-        tell_missing([rank for rank, key in enumerate(keys) if not store.check([key])], size)
+        print_missing([rank for rank, key in enumerate(keys) if not store.check([key])], size)
     ranks = []
     for rank in range(size):
         try:

@@ -25,7 +25,7 @@ from ranvier.comm.torch_backend import TorchBackend, torch_generation
 from ranvier.errors import LaunchError, RanvierError
 from ranvier.world import World
 
-WISH = "RANVIER_JOIN"
+REQUEST_ID = "RANVIER_JOIN"
 """Environment variable with the ID of the request of ranks that want to join."""
 _KEYS = "ranvier/join/"
 _ANSWER_SECONDS = 10.0
@@ -34,12 +34,12 @@ _CONNECT_SECONDS = 20.0
 
 @dataclass(frozen=True, kw_only=True)
 class Call:
-    """Call to newcomers to become ranks `first` to `size` - 1. wish: ID of their request. local_size: that of the run's
-    ranks. timeout_seconds: the run's limit; each wait here takes at most a third of it, since ranks that have finished
-    wait for the others. members: the names of the ranks before `first` (ranvier.launch.lost_ranks). num_lost_ranks:
-    lost ranks that the run has survived."""
+    """Call to newcomers to become ranks `first` to `size` - 1. request_id: ID of their request. local_size: that of the
+    run's ranks. timeout_seconds: the run's limit; each wait here takes at most a third of it, since ranks that have
+    finished wait for the others. members: the names of the ranks before `first` (ranvier.launch.lost_ranks).
+    num_lost_ranks: lost ranks that the run has survived."""
 
-    wish: str
+    request_id: str
     first: int
     size: int
     local_size: int
@@ -50,7 +50,7 @@ class Call:
     @property
     def all_members(self) -> tuple[str, ...]:
         """The names of all ranks, including the newcomers."""
-        return (*self.members, *(member_name(self.wish, number) for number in range(self.size - self.first)))
+        return (*self.members, *(member_name(self.request_id, number) for number in range(self.size - self.first)))
 
     @property
     def answer_seconds(self) -> float:
@@ -63,14 +63,14 @@ class Call:
         return min(_CONNECT_SECONDS, self.timeout_seconds / 3)
 
 
-def member_name(wish: str, number: int) -> str:
+def member_name(request_id: str, number: int) -> str:
     """The name of the `number`-th newcomer of a request (ranvier.launch.lost_ranks)."""
-    return f"{wish}/{number}"
+    return f"{request_id}/{number}"
 
 
 def call_newcomers(world: World, call: Call) -> str | None:
     """On rank 0: call the newcomers; returns None once all have answered, otherwise why they are refused."""
-    world.store.set(f"{_KEYS}{call.wish}/call", json.dumps(asdict(call)))
+    world.store.set(f"{_KEYS}{call.request_id}/call", json.dumps(asdict(call)))
     answers = _answers(world.store, call, "here", call.answer_seconds)
     missing = call.size - call.first - len(answers)
     return f"{missing} of {call.size - call.first} ranks that wanted to join do not answer" if missing else None
@@ -88,7 +88,7 @@ def grow(world: World, everyone: Group, call: Call) -> str | None:
                         for number in newcomers if texts.get(number) != ""), None)
     problem = next((found for found in everyone.gather_objects(problem) if found is not None), None)
     if world.rank == 0:
-        give_verdict(world.store, call.wish, problem)
+        give_verdict(world.store, call.request_id, problem)
     if problem is None:
         assert made is not None, "it was made without a problem"
         world.change(made, call.all_members)
@@ -97,19 +97,19 @@ def grow(world: World, everyone: Group, call: Call) -> str | None:
     return problem
 
 
-def give_verdict(store: SharedStore, wish: str, problem: str | None) -> None:
+def give_verdict(store: SharedStore, request_id: str, problem: str | None) -> None:
     """On rank 0: publish that the newcomers are ranks of the run, or are refused for `problem`."""
-    store.set(f"{_KEYS}{wish}/verdict", json.dumps(problem))
+    store.set(f"{_KEYS}{request_id}/verdict", json.dumps(problem))
 
 
-def rank_of_newcomer(store: SharedStore, wish: str, number: int) -> int | None:
+def rank_of_newcomer(store: SharedStore, request_id: str, number: int) -> int | None:
     """Rank in the run of the `number`-th newcomer of a request, present or future; None if the run has not called it,
     refuses it, or does not answer. For the supervisor of a newcomer that has died, which must report the death to the
     run: the verdict may still come, and accept the newcomer."""
-    if not store.check([f"{_KEYS}{wish}/call"]):
+    if not store.check([f"{_KEYS}{request_id}/call"]):
         return None
-    call = Call(**json.loads(store.get(f"{_KEYS}{wish}/call")))
-    verdict = f"{_KEYS}{wish}/verdict"
+    call = Call(**json.loads(store.get(f"{_KEYS}{request_id}/call")))
+    verdict = f"{_KEYS}{request_id}/verdict"
     if not await_keys(store, [verdict], call.answer_seconds + 2 * call.connect_seconds):
         return None
     return call.first + number if json.loads(store.get(verdict)) is None else None
@@ -119,7 +119,7 @@ def _connect(world: World, rank: int, call: Call, seconds: float, before: TorchB
              ) -> tuple[TorchBackend | None, str | None]:
     assert world.torch_store is not None, "the run takes ranks"
     try:
-        return torch_generation(call.wish, rank, call.size, world.torch_store, world.device, call.timeout_seconds,
+        return torch_generation(call.request_id, rank, call.size, world.torch_store, world.device, call.timeout_seconds,
                                 connect_seconds=seconds, before=before), None
     except RanvierError as error:
         return None, f"{error.where} {error.what}"
@@ -127,7 +127,7 @@ def _connect(world: World, rank: int, call: Call, seconds: float, before: TorchB
 
 def _answers(store: SharedStore, call: Call, what: str, seconds: float) -> dict[int, str]:
     """Answers of newcomers under `what`, by the number of the newcomer, once all have answered or the time is over."""
-    keys = {number: f"{_KEYS}{call.wish}/{what}/{number}" for number in range(call.size - call.first)}
+    keys = {number: f"{_KEYS}{call.request_id}/{what}/{number}" for number in range(call.size - call.first)}
     await_keys(store, list(keys.values()), seconds)
     return {number: store.get(key).decode() for number, key in keys.items() if store.check([key])}
 
@@ -135,11 +135,11 @@ def _answers(store: SharedStore, call: Call, what: str, seconds: float) -> dict[
 class Newcomer:
     """The `number`-th of `count` processes that want to join a run together.
 
-    world: its world before it joins, without ranks of the run. wish: ID of their request.
+    world: its world before it joins, without ranks of the run. request_id: ID of their request.
     """
 
-    def __init__(self, world: World, wish: str, number: int, count: int) -> None:
-        self._world, self._wish, self._number, self._count = world, wish, number, count
+    def __init__(self, world: World, request_id: str, number: int, count: int) -> None:
+        self._world, self._request_id, self._number, self._count = world, request_id, number, count
 
     def await_others(self, seconds: float) -> None:
         """Return once all newcomers are ready. LaunchError if they are not ready in time."""
@@ -172,14 +172,14 @@ class Newcomer:
                               remedy="Check the run's output, and join again.")
 
     def _is_refused(self) -> bool:
-        return self._world.store.check([f"{_KEYS}{self._wish}/verdict"])
+        return self._world.store.check([f"{_KEYS}{self._request_id}/verdict"])
 
     def _report(self, what: str, text: str = "") -> None:
-        self._world.store.set(f"{_KEYS}{self._wish}/{what}/{self._number}", text)
+        self._world.store.set(f"{_KEYS}{self._request_id}/{what}/{self._number}", text)
 
     def _await(self, what: str, seconds: float, late: str) -> str:
         """The value of a key of this request. A verdict that comes first ends the wait for any other key."""
-        key, store = f"{_KEYS}{self._wish}/{what}", self._world.store
+        key, store = f"{_KEYS}{self._request_id}/{what}", self._world.store
         try:
             if not await_keys(store, [key], seconds, stops=lambda: what != "verdict" and self._is_refused()):
                 if what != "verdict" and self._is_refused():

@@ -80,7 +80,7 @@ def report_lost_rank(store: SharedStore, lost: LostRank) -> bool:
     return True
 
 
-def why_given_up(store: SharedStore) -> str | None:
+def end_reason(store: SharedStore) -> str | None:
     """Why the run ends after the reported losses of ranks; None while it continues."""
     return store.get(_GIVEN_UP).decode() if store.check([_GIVEN_UP]) else None
 

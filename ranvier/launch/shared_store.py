@@ -101,7 +101,7 @@ def agree_on_start(rank: int, size: int, store: SharedStore, timeout_seconds: fl
         if missing and time.monotonic() > end:
             raise _missing(min(missing), f"{timeout_seconds:g} s")
         if missing and time.monotonic() > tell:
-            stores.tell_missing(missing, size)
+            stores.print_missing(missing, size)
             tell = math.inf
         time.sleep(_POLL_SECONDS if missing else 0)
     return word

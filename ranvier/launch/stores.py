@@ -45,7 +45,7 @@ def create_store_everywhere(host: str, port: int, timeout: timedelta) -> TCPStor
     return TCPStore(host, port, is_master=True, timeout=timeout, wait_for_workers=False)
 
 
-def tell_missing(missing: Collection[int], size: int) -> None:
+def print_missing(missing: Collection[int], size: int) -> None:
     """Print on standard error which ranks the start waits for."""
     names = ", ".join(map(str, sorted(missing)))
     print(f"ranvier: waits for {len(missing)} of {size} ranks: {names}", file=sys.stderr, flush=True)

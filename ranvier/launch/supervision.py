@@ -40,9 +40,9 @@ from ranvier.errors import LaunchError
 from ranvier.launch.contact import connect
 from ranvier.launch.failures import INTERRUPTED, describe_rank, read_mesh
 from ranvier.launch.heartbeat import FAILED, FINISHED
-from ranvier.launch.joining import WISH, member_name, rank_of_newcomer
+from ranvier.launch.joining import REQUEST_ID, member_name, rank_of_newcomer
 from ranvier.launch.launchers import SECRET, local_variables
-from ranvier.launch.lost_ranks import LostRank, report_lost_rank, why_given_up
+from ranvier.launch.lost_ranks import LostRank, end_reason, report_lost_rank
 from ranvier.launch.mpiexec import MpiexecOutput, mpiexec_command
 from ranvier.launch.shared_store import new_secret
 from ranvier.launch.stop import FINISHED_RUN, STOP_SIGNALS, signal_name
@@ -145,7 +145,7 @@ def supervise(mesh: Mesh, transport: str, reason: str, command: Sequence[str], v
         stopped_seconds: a rank that a signal has stopped for this long ends the run; 0 never.
         address: on which the store listens; None for the loopback address.
         joins: the store of a running run that these ranks join; None for a run of their own. With it, `mesh` is only
-            their number, and `variables` has the ID of their request (`ranvier.launch.joining.WISH`).
+            their number, and `variables` has the ID of their request (`ranvier.launch.joining.REQUEST_ID`).
         explain_stop: text to print when ranks that save were ended before they had saved.
 
     LaunchError if nothing can listen on `address`, or the store of `joins` cannot be reached.
@@ -156,7 +156,7 @@ def supervise(mesh: Mesh, transport: str, reason: str, command: Sequence[str], v
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     children = _Children(mesh.size, StoppedRankDetector(stopped_seconds), address or LOOPBACK, joins)
-    lets_go = partial(_lets_go, children, mesh, variables.get(WISH))
+    continues_without = partial(_continues_without, children, mesh, variables.get(REQUEST_ID))
     # Signals are handled before the first rank exists, so that no signal can leave a rank without supervisor.
     with _signals(STOP_SIGNALS if saves_on_stop else ()) as received:
         children.started = _start(mesh, transport, reason, command, variables, children)
@@ -164,10 +164,10 @@ def supervise(mesh: Mesh, transport: str, reason: str, command: Sequence[str], v
         for child in children.started:
             child.readers = output.relay(child.process)
         try:
-            end = _first_failure(children, received, lets_go)
+            end = _first_failure(children, received, continues_without)
             forwarded = _forward_stop(children, received) if saves_on_stop and end is None else None
             if forwarded is not None:
-                end = _first_failure(children, received, lets_go, already=1)
+                end = _first_failure(children, received, continues_without, already=1)
         except BaseException:
             _stop(children, signal.SIGKILL, received)
             raise
@@ -183,10 +183,10 @@ def supervise(mesh: Mesh, transport: str, reason: str, command: Sequence[str], v
             _send(signal.SIGKILL, children)  # on SIGTERM they would wait for the failed rank
         _stop(children, signal.SIGTERM, received)
     if joins is not None:
-        return _report_newcomer(end, forwarded, children, variables[WISH])
+        return _report_newcomer(end, forwarded, children, variables[REQUEST_ID])
     end, lost = children.named_now(end), len(children.lost)
     outcome = _report_failure(end, forwarded, output, children.store, mesh, explain_kill)
-    if (why := why_given_up(children.store)) is not None:
+    if (why := end_reason(children.store)) is not None:
         print_stderr(f"ranvier: the run cannot continue without it: {why}")
     return replace(outcome, num_lost=outcome.num_lost + lost, retryable=outcome.retryable and not received)
 
@@ -212,7 +212,7 @@ def _report_failure(end: _RankEnd, forwarded: int | None, output: MpiexecOutput,
     return Outcome(code=1, num_lost=lost, retryable=True)
 
 
-def _report_newcomer(end: _RankEnd, forwarded: int | None, children: _Children, wish: str) -> Outcome:
+def _report_newcomer(end: _RankEnd, forwarded: int | None, children: _Children, request_id: str) -> Outcome:
     """Print which of the ranks that joined a run has failed, unless it has printed its error itself, and report it to
     the run, whose ranks wait for it: it may be the only rank on its machine."""
     if forwarded is not None and end.is_by(forwarded):
@@ -220,7 +220,7 @@ def _report_newcomer(end: _RankEnd, forwarded: int | None, children: _Children, 
     number = end.rank
     assert number is not None, "these ranks are children of this process"
     try:
-        rank = rank_of_newcomer(children.store, wish, number)
+        rank = rank_of_newcomer(children.store, request_id, number)
     except RuntimeError:  # the run has ended
         rank = None
     if rank is not None:
@@ -302,9 +302,9 @@ class _Children:
 
     def given_up(self) -> bool:
         """Whether the run cannot continue without a lost rank."""
-        return self._joins is None and why_given_up(self.store) is not None
+        return self._joins is None and end_reason(self.store) is not None
 
-    def let_go(self, end: _RankEnd) -> None:
+    def end_rank(self, end: _RankEnd) -> None:
         """End all processes of a lost rank, without which the run continues."""
         child = next(child for child in self.started if child.rank == end.rank)
         with suppress(ProcessLookupError, PermissionError):
@@ -370,32 +370,33 @@ def _signals(more: Sequence[int]) -> Iterator[list[int]]:
             signal.signal(number, handler)
 
 
-def _lets_go(children: _Children, mesh: Mesh, wish: str | None, end: _RankEnd) -> bool:
+def _continues_without(children: _Children, mesh: Mesh, request_id: str | None, end: _RankEnd) -> bool:
     """Report a rank that a signal has killed or stopped to the run; returns whether the run tries to continue without
     it.
 
-    wish: ID of the request with which these ranks have joined the run; None for the ranks with which it was started.
+    request_id: ID of the request with which these ranks have joined the run; None for the ranks with which it was
+        started.
     """
-    if end.code >= 0 or end.rank is None or (wish is None and end.rank == 0):
+    if end.code >= 0 or end.rank is None or (request_id is None and end.rank == 0):
         return False
-    name = str(end.rank) if wish is None else member_name(wish, end.rank)
+    name = str(end.rank) if request_id is None else member_name(request_id, end.rank)
     try:
-        if wish is not None and rank_of_newcomer(children.store, wish, end.rank) is None:
+        if request_id is not None and rank_of_newcomer(children.store, request_id, end.rank) is None:
             return False
         if not report_lost_rank(children.store, LostRank(member=name, how=end.description)):
             return False
     except RuntimeError:  # the run has ended
         return False
-    if wish is None:
+    if request_id is None:
         mesh = read_mesh(children.store, mesh)
         print_stderr(children.named_now(end).describe(mesh, "; the others try to continue without it"))
     else:
         print_stderr(f"ranvier: joining rank {end.rank} {end.description}; the run tries to continue without it")
-    children.let_go(end)
+    children.end_rank(end)
     return True
 
 
-def _first_failure(children: _Children, received: Sequence[int], lets_go: Callable[[_RankEnd], bool],
+def _first_failure(children: _Children, received: Sequence[int], continues_without: Callable[[_RankEnd], bool],
                    already: int = 0) -> _RankEnd | None:
     """Wait for the first failure of a child without which the run does not continue; None if all succeed, or if more
     than `already` signals arrive."""
@@ -405,7 +406,7 @@ def _first_failure(children: _Children, received: Sequence[int], lets_go: Callab
             # A rank that lost its peer may be seen before the peer: poll again, and prefer one that a signal killed.
             ends = [_RankEnd(child.rank, code) for child in children.started if (code := child.process.poll())]
             end = min(ends, key=lambda end: end.code >= 0)
-            if lets_go(end):
+            if continues_without(end):
                 continue
             return end
         if None not in codes:
@@ -415,7 +416,7 @@ def _first_failure(children: _Children, received: Sequence[int], lets_go: Callab
         if 0 in codes and (rank := children.exited_early()) is not None:
             return _RankEnd(rank, 0)
         if (stopped := children.find_stopped()) is not None:
-            if lets_go(stopped):
+            if continues_without(stopped):
                 continue
             return stopped
         time.sleep(_POLL_SECONDS)

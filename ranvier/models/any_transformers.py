@@ -25,7 +25,7 @@ from ranvier.config.run import Transformer
 from ranvier.errors import ConfigError, ModelError, RanvierError
 from ranvier.models.family import ModelFacts, text_transformer_in_words, wrong_head
 from ranvier.models.from_transformers import from_transformers
-from ranvier.models.stand_ins import Elsewhere
+from ranvier.models.stand_ins import ModuleElsewhere
 from ranvier.system.untrusted_file import member, read_json
 from ranvier.tensor.split.loss import NextTokenLoss
 
@@ -94,7 +94,7 @@ def _block(folder: str, dtype: torch.dtype, name: str) -> nn.Module:
     """A copy of a block on the device of the context; tensors of modules in other blocks are copied without data."""
     block, device = cut_model(folder, dtype).modules[name], torch.empty(0).device
     own = (*block.parameters(), *block.buffers())
-    others = (tensor for submodule in block.modules() if isinstance(submodule, Elsewhere)
+    others = (tensor for submodule in block.modules() if isinstance(submodule, ModuleElsewhere)
               for module in submodule._module
               for tensor in (*module.parameters(), *module.buffers()))
     memo: dict[int, Any] = {id(value): value for name, value in vars(block).items() if name in ("_call", "_calls")}

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from ranvier.arguments import check_arguments, fits
-from ranvier.block import CONTAINERS, KEPT_IN_FP32, State, beside_modules, keep_names
+from ranvier.block import CONTAINERS, KEPT_IN_FP32, State, contents_besides_modules, keep_names
 from ranvier.errors import ModelError
 from ranvier.models.forward_trace import Trace, refuse_changes, trace_forward
 from ranvier.models.from_transformers import transformer_blocks
@@ -121,7 +121,7 @@ def _parts(module: nn.Module, prefix: str) -> Iterator[str]:
     """Children with parameters; plain lists and sequences are replaced by their children."""
     for name, child in module.named_children():
         path = f"{prefix}{name}"
-        if not beside_modules(child):
+        if not contents_besides_modules(child):
             yield from _parts(child, f"{path}.")
         elif any(True for _ in child.parameters()):
             yield path
@@ -188,7 +188,7 @@ class _Block(nn.Module):
         self.stand_ins = StandIns()
         self.read_attributes = ReadAttributes()
 
-    def stand_for(self, module: nn.Module) -> None:
+    def follow_modules(self, module: nn.Module) -> None:
         """Make the block, and its replacements of the modules around its submodules, follow the modules' modes and
         tensors."""
         self.stands_for = type(module)
@@ -257,7 +257,7 @@ class _Block(nn.Module):
         return {value: state[name] for name, value in self._inputs.items()}
 
 
-class _Around(nn.Module):
+class _PartialModule(nn.Module):
     """Replaces a module with a cut inside: has the parts of it that a block needs."""
 
     def __init__(self, module: nn.Module) -> None:
@@ -289,7 +289,7 @@ def _blocks(module: nn.Module, traces: Mapping[bool, Trace]) -> dict[str, nn.Mod
             _put(module, blocks[starts[-1]], name)
     read = ReadAttributes(traces[True].reads | traces[False].reads)
     for block in blocks.values():
-        block.stand_for(module)
+        block.follow_modules(module)
         block.read_attributes = read
     keep_names(module, blocks.values())
     return dict(blocks)
@@ -338,7 +338,7 @@ def _put(module: nn.Module, block: nn.Module, path: str) -> None:
     for parent in parents:
         source = getattr(source, parent)
         if parent not in block._modules:
-            block.add_module(parent, _Around(source))
+            block.add_module(parent, _PartialModule(source))
         block = getattr(block, parent)
     if block is source:
         return  # inside a submodule that the block has

@@ -16,7 +16,7 @@ from ranvier.config.task_form import family_name, form_of
 from ranvier.errors import ConfigError, ModelError, RanvierError
 from ranvier.models.family import FAMILY_ATTRIBUTES, ModelFacts, ModelFamily, Targets
 from ranvier.models.lora import with_adapters
-from ranvier.models.packed_sequences import in_halves
+from ranvier.models.packed_sequences import two_segments
 from ranvier.tensor.split.loss import vocabulary_of
 from ranvier.tensor.split.preference_loss import PreferenceLoss
 
@@ -189,8 +189,8 @@ def sample_of(run: Run, count: int) -> tuple[State, Targets]:
         inputs, targets = family_of(run).sample(run.model, head_of(run), count)
     if run.data.task != "preference":
         packs = run.data.packing and "data.packing" not in form_of(run.data).unused
-        return in_halves(inputs) if packs and isinstance(inputs, Tensor) else inputs, targets
+        return two_segments(inputs) if packs and isinstance(inputs, Tensor) else inputs, targets
     assert isinstance(inputs, Tensor) and isinstance(targets, Tensor)  # of the head "tokens"
-    return in_halves(inputs), {
+    return two_segments(inputs), {
         "tokens": targets, "rejected_from": torch.full_like(targets[:, 0], inputs.shape[1] // 2),
         "reference": torch.zeros(count, 2, dtype=torch.float64)}

@@ -28,10 +28,10 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from ranvier.arguments import check_arguments
-from ranvier.block import HOOKS, KEPT_IN_FP32, Loss, Model, State, as_model, beside_modules, keep_names
+from ranvier.block import HOOKS, KEPT_IN_FP32, Loss, Model, State, as_model, contents_besides_modules, keep_names
 from ranvier.errors import ModelError
 from ranvier.models.decoding_cache import WholeTexts
-from ranvier.models.stand_ins import REMEDY, Absent, Elsewhere, Injector, Recorder, StandIn, shapes_of
+from ranvier.models.stand_ins import REMEDY, Injector, LaterModule, ModuleElsewhere, Recorder, StandIn, shapes_of
 from ranvier.originals.stand_in_tensors import StandIns
 from ranvier.tensor.split.loss import ClassLoss, NextTokenLoss
 
@@ -82,10 +82,10 @@ def transformer_blocks(model: nn.Module, sample: Mapping[str, Any] | Tensor | No
         modules = _modules(model, plan, take)
         found = _run(modules, inputs)
     for module in modules.values():
-        if isinstance(module, (_First, _Last)):
+        if isinstance(module, (_ForwardToLayers, _ForwardAfterLayers)):
             module.stand_ins.follow_modes()
             for part in module.modules():
-                if isinstance(part, Elsewhere):
+                if isinstance(part, ModuleElsewhere):
                     part.knows = True
     keep_names(model, modules.values())  # after the run, in which stand-ins tie what is read of their modules
     _compare(model, expected, found)
@@ -140,7 +140,7 @@ def _plan(model: nn.Module, inputs: dict[str, Tensor]) -> _Plan:
     takes = "use_cache" in arguments or any(argument.kind is argument.VAR_KEYWORD for argument in arguments.values())
     options: dict[str, object] = {"use_cache": False} if hasattr(_text_config(model), "use_cache") and takes else {}
     lists = {name: len(module) for name, module in model.named_modules()
-             if isinstance(module, nn.ModuleList) and not beside_modules(module) and len(module)
+             if isinstance(module, nn.ModuleList) and not contents_besides_modules(module) and len(module)
              and all(any(True for _ in layer.parameters()) for layer in module)}
     outer = [name for name in lists if not any(name.startswith(f"{other}.") for other in lists if other != name)]
     names = dict.fromkeys(name for path in outer
@@ -242,7 +242,7 @@ def _beside(model: nn.Module, path: str) -> Iterator[str]:
 
 def _modules(model: nn.Module, plan: _Plan, take: Callable[[Any], State]) -> dict[str, nn.Module]:
     """All blocks. The first one is run here, to record the arguments of layers."""
-    first = _First(model, plan)
+    first = _ForwardToLayers(model, plan)
     with torch.no_grad(), _running_alone("embedding"):
         first.learn()
     layers = list(model.get_submodule(plan.path).children())
@@ -251,15 +251,15 @@ def _modules(model: nn.Module, plan: _Plan, take: Callable[[Any], State]) -> dic
     for index, layer in enumerate(layers):
         later = set().union(*(call.names for call in plan.calls[index + 1:]))
         modules[f"layer{index}"] = _Layer(layer, plan.calls[index], later, kept)
-    modules["head"] = _Last(model, plan, take)
+    modules["head"] = _ForwardAfterLayers(model, plan, take)
     return modules
 
 
-class _Reached(Exception):
+class _LastLayerReached(Exception):
     """The forward has called the last layer."""
 
 
-class _First(WholeTexts):
+class _ForwardToLayers(WholeTexts):
     """The model's forward up to its layers: named inputs, or the main one, to the carried state."""
 
     def __init__(self, model: nn.Module, plan: _Plan) -> None:
@@ -270,9 +270,9 @@ class _First(WholeTexts):
         layers = model.get_submodule(plan.path).children()
         recorders = [Recorder(layer, f"{plan.path}.{number}", self.record, plan.tuples[number])
                      for number, layer in enumerate(layers)]
-        self.model = _shell(model, plan, {name: Absent(model.get_submodule(name), name)
-                                          for name, phase in plan.phases.items() if phase == "after"}, recorders,
-                            has_parameters=True)
+        self.model = _copy_around_layers(model, plan, {name: LaterModule(model.get_submodule(name), name)
+                                                       for name, phase in plan.phases.items() if phase == "after"},
+                                         recorders, has_parameters=True)
         self.stand_ins = _stand_ins(model, plan, self.model)
         self._called: list[tuple[tuple[object, ...], TreeSpec]] = []
         self._hidden: Tensor | None = None
@@ -292,8 +292,8 @@ class _First(WholeTexts):
         self._called, self._hidden = [], None
 
     def record(self, args: tuple[object, ...], kwargs: dict[str, object]) -> Tensor:
-        """Record the arguments of a call of the next layer, and return the hidden states; `_Reached` at the last
-        one."""
+        """Record the arguments of a call of the next layer, and return the hidden states; `_LastLayerReached` at the
+        last one."""
         hidden = args[0] if args else kwargs.get("hidden_states")
         if not isinstance(hidden, Tensor) or (self._hidden is not None and hidden is not self._hidden):
             raise ModelError("changes its hidden states between two layers",
@@ -303,7 +303,7 @@ class _First(WholeTexts):
         leaves, spec = tree_flatten((args, kwargs))
         self._called.append((tuple(leaves), spec))
         if len(self._called) == self.num_layers:
-            raise _Reached
+            raise _LastLayerReached
         return hidden
 
     def _forward(self, inputs: dict[str, Tensor]) -> None:
@@ -311,7 +311,7 @@ class _First(WholeTexts):
         try:
             with _conditions(next(iter(inputs.values()))), _making_masks("attention_mask" in inputs):
                 self.model(**inputs, **self._options)
-        except _Reached:
+        except _LastLayerReached:
             return
         raise ModelError("did not call its layers", code="layers-not-called", where="embedding", remedy=REMEDY)
 
@@ -379,7 +379,7 @@ class _Layer(nn.Module):
         return kept | {"hidden": output[0] if isinstance(output, (tuple, list)) else output}
 
 
-class _Last(nn.Module):
+class _ForwardAfterLayers(nn.Module):
     """The model's forward after its layers: the carried state to the result of `take` for the model's output."""
 
     def __init__(self, model: nn.Module, plan: _Plan, take: Callable[[Any], State]) -> None:
@@ -392,7 +392,7 @@ class _Last(nn.Module):
             for name, phase in plan.phases.items() if phase == "before"}
         injectors = [Injector(layer, f"{plan.path}.{number}", self._state, plan.tuples[number])
                      for number, layer in enumerate(model.get_submodule(plan.path).children())]
-        self.model = _shell(model, plan, stand_ins, injectors, has_parameters=False)
+        self.model = _copy_around_layers(model, plan, stand_ins, injectors, has_parameters=False)
         self.stand_ins = _stand_ins(model, plan, self.model)
 
     def forward(self, state: dict[str, Tensor]) -> State:
@@ -454,8 +454,8 @@ def _conditions(tensor: Tensor) -> AbstractContextManager[object]:
     return _NoValues() if tensor.is_meta else nullcontext()
 
 
-def _shell(model: nn.Module, plan: _Plan, others: Mapping[str, nn.Module], layers: Sequence[nn.Module], *,
-           has_parameters: bool) -> nn.Module:
+def _copy_around_layers(model: nn.Module, plan: _Plan, others: Mapping[str, nn.Module], layers: Sequence[nn.Module], *,
+                        has_parameters: bool) -> nn.Module:
     """A copy of the modules around the layers, with `others` and `layers` in their places. All other submodules are the
     model's own. has_parameters: whether it has the own parameters of these modules."""
     copies: dict[str, nn.Module] = {}

@@ -310,7 +310,7 @@ class _Llama:
     def sample(self, settings: Transformer, head: str, count: int) -> tuple[State, Tensor | dict[str, Tensor]]:
         ids_BS = torch.zeros(count, length := settings.sequence, dtype=torch.int64)
         if head == "score":
-            return packed.in_halves(ids_BS), {"last": torch.tensor([length // 2, length]).repeat(count, 1) - 1}
+            return packed.two_segments(ids_BS), {"last": torch.tensor([length // 2, length]).repeat(count, 1) - 1}
         if head == "classes":
             zeros_B = torch.zeros_like(ids_BS[:, 0])
             return ids_BS, {"last": zeros_B + length - 1, "class": zeros_B}

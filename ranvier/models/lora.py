@@ -19,7 +19,17 @@ import torch
 from torch import nn
 
 from ranvier.arguments import check_arguments
-from ranvier.block import Initial, Loss, Model, Modules, alike_by_kind, as_model, initialise, meta_device, ready_made
+from ranvier.block import (
+    Initial,
+    Loss,
+    Model,
+    Modules,
+    alike_by_kind,
+    as_model,
+    existing_blocks,
+    initialise,
+    meta_device,
+)
 from ranvier.config.run import Lora
 from ranvier.errors import ConfigError, ModelError
 from ranvier.tensor.adapters import Adapter, AdapterForm, add_adapter
@@ -80,7 +90,7 @@ def with_adapters(model: Model | Modules, lora: Lora, *,
                        magnitude=lora.method == "dora")
     fan_in = {f"{_join_name(block, name)}.lora.A": target.in_features for block, found in targets.items()
               for name, target in found.items()}
-    for block, module in ready_made(model).items():  # names in the original module, for `names_in_whole`
+    for block, module in existing_blocks(model).items():  # names in the original module, for `names_in_whole`
         noted = vars(module).get("names_in_whole", {})
         noted |= {f"{name}.lora.{kind}": tuple(f"{one.removesuffix('weight')}lora.{kind}" for one in noted[weight])
                   for name, target in targets[block].items() if (weight := f"{target.path}.weight") in noted

@@ -55,7 +55,7 @@ def is_whole_causal(q_BNSD: Tensor, k_BKSD: Tensor, mask: Tensor | None) -> bool
     return False
 
 
-def in_halves(ids_BS: Tensor) -> dict[str, Tensor]:
+def two_segments(ids_BS: Tensor) -> dict[str, Tensor]:
     """Inputs in which each row has two samples, such as the answers of a pair: `ids` and `segments`."""
     segments_BS = torch.ones_like(ids_BS)
     segments_BS[:, ids_BS.shape[1] // 2:] = 2

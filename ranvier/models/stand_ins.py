@@ -20,7 +20,7 @@ from ranvier.errors import ModelError
 REMEDY = "Write its blocks by hand: pass a list of modules to ranvier.Engine (docs/extending.md)."
 
 
-class Elsewhere(nn.Module):
+class ModuleElsewhere(nn.Module):
     """Replaces a module of another block. Its attributes are that module's; parameters, buffers and submodules that are
     read for the sample become its own too, so that they are tied, or refused if stages would not agree on them.
 
@@ -56,7 +56,7 @@ class Elsewhere(nn.Module):
         return value
 
 
-class Recorder(Elsewhere):
+class Recorder(ModuleElsewhere):
     """Replaces a layer in the embedding: passes its arguments to `record`, and returns the hidden states from it. size:
     number of values that the layer returns."""
 
@@ -69,7 +69,7 @@ class Recorder(Elsewhere):
         return _layer_outputs(self._record(args, kwargs), self._size)
 
 
-class Injector(Elsewhere):
+class Injector(ModuleElsewhere):
     """Replaces a layer in the head: returns the hidden states of the last layer."""
 
     def __init__(self, layer: nn.Module, name: str, state: list[Tensor], size: int) -> None:
@@ -81,7 +81,7 @@ class Injector(Elsewhere):
         return _layer_outputs(hidden, self._size)
 
 
-class StandIn(Elsewhere):
+class StandIn(ModuleElsewhere):
     """Replaces a module that runs before the layers: returns tensors in the shapes of its output, with the sample's
     sizes replaced by those of the hidden states; filled with NaN, so that no output can depend on them, and zeros for
     integers. output: `shapes_of` its output. layer: `shapes_of` a layer's output. samples: of the sample."""
@@ -127,7 +127,7 @@ def shapes_of(output: object) -> object:
     return tree_map(lambda leaf: _Shape(leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else leaf, output)
 
 
-class Absent(Elsewhere):
+class LaterModule(ModuleElsewhere):
     """Replaces a module that runs after the layers."""
 
     def __init__(self, module: nn.Module, name: str) -> None:

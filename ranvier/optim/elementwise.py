@@ -57,7 +57,7 @@ def refuse_coupled(optimizer: torch.optim.Optimizer, *, splits: bool, cuts: bool
 def _updates(optimizer: torch.optim.Optimizer, *, halves: bool = False, factor: float = 1.0) -> list[Tensor]:
     """The updates by steps of a copy of the optimizer to the first of two tensors in each group. halves: use a part of
     each tensor. factor: on the gradients of the second tensors."""
-    twin, pairs = _twin(optimizer, halves)
+    twin, pairs = _small_copy(optimizer, halves)
     before = [one.detach().clone() for one, _ in pairs]
     step = type(twin).step
     step = step.__wrapped__ if getattr(step, "hooked", False) else step  # without the hooks of the program
@@ -71,7 +71,7 @@ def _updates(optimizer: torch.optim.Optimizer, *, halves: bool = False, factor: 
     return [one.detach() - old for (one, _), old in zip(pairs, before, strict=True)]
 
 
-def _twin(optimizer: torch.optim.Optimizer, halves: bool) -> tuple[Any, list[tuple[nn.Parameter, nn.Parameter]]]:
+def _small_copy(optimizer: torch.optim.Optimizer, halves: bool) -> tuple[Any, list[tuple[nn.Parameter, nn.Parameter]]]:
     """A copy with the same settings, without states, and with two small tensors in each group."""
     twin: Any = object.__new__(type(optimizer))
     memo: dict[int, Any] = {id(optimizer): twin} | {  # to which methods and settings may refer

@@ -126,7 +126,7 @@ class Gradients:
         self._handed_on: dict[str, int | None] = {}
         """Versions of the gradients when they were processed; None if another gradient uses their memory now."""
         self.unreached: set[str] = set()
-        """Parameters that have no gradient since `show_unreached`."""
+        """Parameters that have no gradient since `remove_unreached`."""
         self.unapplied = False
         """Whether there are gradients of a step that is not taken yet."""
         if allocate:
@@ -135,7 +135,7 @@ class Gradients:
     def allocate(self) -> None:
         """Make the buffer, and the parameters' `.grad` views of it."""
         self._make_buffer()
-        self.note_left()
+        self.note_end()
 
     def _make_buffer(self) -> None:
         self.flat = torch.zeros(self.length, dtype=self.dtype, device=self._device)
@@ -162,7 +162,7 @@ class Gradients:
                     self._view(place, spec.parameter).copy_(grad.to_dense().clone())
                     spec.parameter.grad = None
                 spec.parameter.grad_dtype = self.flat.dtype
-                attached = self._hand(spec, place)
+                attached = self._set_gradient(spec, place)
                 self._versions[spec.name] = -1 if early else attached._version
 
     # ------------------------------------------------------------------ counting
@@ -193,7 +193,7 @@ class Gradients:
         for table in self._tables.values():
             table.begin()
 
-    def note_left(self) -> None:
+    def note_end(self) -> None:
         """Note the end of a batch or a step: gradients are no longer needed, and additions to them from now on are not
         made by this engine."""
         self._left = self._versions_now()
@@ -203,7 +203,7 @@ class Gradients:
         return {spec.name: spec.parameter.grad._version for spec in self._specs if spec.parameter.grad is not None}
 
     def warn_of_lost(self) -> None:
-        """Warn if gradients were computed since `note_left`, which the batch discards."""
+        """Warn if gradients were computed since `note_end`, which the batch discards."""
         for spec in self.owned_specs():
             grad = spec.parameter.grad
             maker = maker_of(grad)
@@ -351,12 +351,12 @@ class Gradients:
         begin = self.flat.data_ptr() + (self.places[spec.parameter][0] + chunk.offset) * self.flat.itemsize
         if (chunk.run is None or chunk.entered) and (
                 grad is None or not self._is_at(grad, begin, spec)):
-            attached = self._hand(spec, self._place(spec), grad)
+            attached = self._set_gradient(spec, self._place(spec), grad)
             if grad is None:
                 attached.zero_()
             self._versions[spec.name] = attached._version if grad is None else _REPLACED
 
-    def left_alone(self, chunk: Chunk) -> set[nn.Parameter]:
+    def not_updated(self, chunk: Chunk) -> set[nn.Parameter]:
         """Parameters with sums of a reduced chunk here that are frozen, or that no rank's loss has reached; the same on
         all ranks that have their sums."""
         start, stop = self.share_of(chunk)
@@ -413,7 +413,7 @@ class Gradients:
             return view
         return place.as_strided(view.shape, torch.empty_like(parameter, device="meta").stride())  # without gaps
 
-    def _hand(self, spec: GradientSpec, place: Tensor, values: Tensor | None = None) -> Tensor:
+    def _set_gradient(self, spec: GradientSpec, place: Tensor, values: Tensor | None = None) -> Tensor:
         """Make the parameter's gradient a view of `place`, with its own version count and these values."""
         values = None if values is None else values.to_dense().clone()
         self._leave_to_program((spec,))
@@ -439,11 +439,11 @@ class Gradients:
         return (grad.layout is torch.strided and grad.data_ptr() == address
                 and grad.stride() == self._strides[spec.name] and not grad.is_neg()) or not grad.numel()
 
-    def show_unreached(self) -> None:
+    def remove_unreached(self) -> None:
         """Until the next batch, remove the gradients of parameters that are frozen or that no loss has reached, as in a
         plain loop, and of those whose owner has the sum: an optimizer that updates all gradients skips them."""
-        left_alone = set[nn.Parameter]().union(*(self.left_alone(chunk) for chunk in self.reduced_chunks()))
-        self.unreached = {spec.name for spec in self.owned_specs() if spec.parameter in left_alone}
+        not_updated = set[nn.Parameter]().union(*(self.not_updated(chunk) for chunk in self.reduced_chunks()))
+        self.unreached = {spec.name for spec in self.owned_specs() if spec.parameter in not_updated}
         for spec in self._specs:
             if spec.name in self.unreached or spec.sent_to_owner:
                 spec.parameter.grad = None
@@ -459,10 +459,10 @@ class Gradients:
                 place.fill_(-0.0)
                 self._removed.add(spec.name)
             elif not self._is_at(grad, place.data_ptr(), spec):
-                self._hand(spec, place, grad)
+                self._set_gradient(spec, place, grad)
                 self._frozen.discard(spec.name)
 
-    def let_go(self) -> None:
+    def drop_gradients(self) -> None:
         """Remove the gradients of parameters until the next batch, like `zero_grad` in a plain loop."""
         for spec in self._specs:
             spec.parameter.grad = None

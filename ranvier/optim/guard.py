@@ -40,7 +40,7 @@ class BadSteps:
                     f"{len(self._usual)} good ones")
         return None
 
-    def judge(self, norm: float) -> str | None:
+    def check_norm(self, norm: float) -> str | None:
         """After `bad_loss` has returned None: description of a bad gradient norm, or None; the step is then good."""
         if not math.isfinite(norm):
             return f"gradient norm is {norm}"

@@ -38,7 +38,7 @@ class MasterCopies:
         self._refuse({id(parameter) for parameter in parameters})
         self.of: dict[nn.Parameter, nn.Parameter] = {}
         """Parameter -> its master copy."""
-        self._given: dict[nn.Parameter, tuple[_Noted, _Noted]] = {}
+        self._given: dict[nn.Parameter, tuple[_GradientRecord, _GradientRecord]] = {}
         """Copy -> its gradient when it was set, and its parameter's gradient then."""
         self._known: dict[nn.Parameter, tuple[tuple[int, int], tuple[int, int]]] = {}
         """Parameter -> `_versions` when it and its copy were last the same."""
@@ -86,17 +86,17 @@ class MasterCopies:
         """Update copies and parameters from the parameters' gradients times `factor`."""
         self.take_gradients(factor)
         if not self._steps_are_noticed:
-            self.settle()
+            self.synchronize()
         self._optimizer.step()
         self.write_parameters()  # hooks of the program may have written copies
 
     @torch.no_grad()
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         """Make parameters and copies the same again, if either have been written since they were the same."""
         self._take_places()
         looks = self._watch.should_compare()
         for parameter, master in self.of.items():
-            self._settle(parameter, master, looks)
+            self._synchronize(parameter, master, looks)
 
     @torch.no_grad()
     def show(self) -> None:
@@ -110,7 +110,7 @@ class MasterCopies:
         """The copy of a parameter as the next update will find it; the parameter itself if it has none."""
         master = self.of.get(parameter, parameter)
         if master is not parameter:
-            self._settle(parameter, master, self._watch.is_on)
+            self._synchronize(parameter, master, self._watch.is_on)
         return master
 
     def _show(self, parameter: nn.Parameter, master: nn.Parameter) -> bool:
@@ -122,14 +122,14 @@ class MasterCopies:
         self._note(parameter, master)
         return True
 
-    def _settle(self, parameter: nn.Parameter, master: nn.Parameter, looks: bool) -> None:
+    def _synchronize(self, parameter: nn.Parameter, master: nn.Parameter, looks: bool) -> None:
         was, now = self._known.get(parameter), _versions(parameter, master)
         if looks and was == now and not torch.equal(_norm(master), self._norms.get(parameter, _norm(master))):
             parameter.copy_(master)
             self._watch.note_comparison(True)
             self._note(parameter, master)
         elif not self._show(parameter, master) and (looks or was is None or was[0] != now[0]):
-            self._watch.note_comparison(follow(master, parameter) and looks)
+            self._watch.note_comparison(take_written_elements(master, parameter) and looks)
             self._note(parameter, master)
 
     def _note(self, parameter: nn.Parameter, master: nn.Parameter) -> None:
@@ -141,10 +141,10 @@ class MasterCopies:
     def _begin_step(self) -> None:
         """Apply a program's changes of parameters' gradients, since copies got theirs, to the copies' gradients."""
         for parameter, master in self.of.items():
-            if (given := self._given.get(master)) and given[0].is_still(master.grad) and (
-                    not given[1].is_still(parameter.grad)):
+            if (given := self._given.get(master)) and given[0].matches(master.grad) and (
+                    not given[1].matches(parameter.grad)):
                 self._take_gradient(parameter, master, 1.0)
-        self.settle()
+        self.synchronize()
 
     def take_gradients(self, factor: float) -> None:
         """Give each copy its parameter's gradient times `factor`, in fp32, or None."""
@@ -159,7 +159,7 @@ class MasterCopies:
             master.grad = parameter.grad.mul_(factor) if factor != 1.0 else parameter.grad
         else:
             master.grad = parameter.grad.to(master.dtype).mul_(factor)
-        self._given[master] = _Noted(master.grad), _Noted(parameter.grad)
+        self._given[master] = _GradientRecord(master.grad), _GradientRecord(parameter.grad)
 
     def forget_gradients(self) -> None:
         """Remove the gradients of copies at the start of a batch."""
@@ -170,8 +170,8 @@ class MasterCopies:
     def give_gradients(self) -> None:
         """Apply a program's changes of the copies' gradients, since they were set, to the parameters' gradients."""
         for parameter, master in self.of.items():
-            now, (given, _) = master.grad, self._given.get(master, (_Noted(None), None))
-            if now is not parameter.grad and not given.is_still(now):
+            now, (given, _) = master.grad, self._given.get(master, (_GradientRecord(None), None))
+            if now is not parameter.grad and not given.matches(now):
                 parameter.grad = None if now is None else now.to(parameter.grad_dtype)
 
     @torch.no_grad()
@@ -194,13 +194,13 @@ def _norm(master: Tensor) -> Tensor:
     return norm
 
 
-class _Noted:
+class _GradientRecord:
     """A record of a gradient, or None, and its version."""
 
     def __init__(self, grad: Tensor | None) -> None:
         self._grad, self._version = grad, 0 if grad is None else grad._version
 
-    def is_still(self, grad: Tensor | None) -> bool:
+    def matches(self, grad: Tensor | None) -> bool:
         """Whether `grad` is the recorded gradient, unchanged."""
         return grad is self._grad and (grad is None or grad._version == self._version)
 
@@ -229,7 +229,7 @@ class Watch:
             self._left = inf
 
 
-def follow(master: Tensor, values: Tensor) -> bool:
+def take_written_elements(master: Tensor, values: Tensor) -> bool:
     """Set elements of a master copy to `values` where these differ from the rounded copy, because they have been
     written (a write through `parameter.data` leaves no trace). Others keep their bits. Returns whether any differ."""
     values = values.to(master.device)

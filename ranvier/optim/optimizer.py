@@ -210,12 +210,12 @@ class FlatOptimizer:
 
     def update(self, chunk: Chunk, factor: float | Tensor) -> Iterator[Bucket]:
         """Update the parameters of a reduced chunk from its gradients times `factor`, yielding after each bucket."""
-        left_alone = self._gradients.left_alone(chunk)
+        not_updated = self._gradients.not_updated(chunk)
         self._update.factor = factor
-        self._update.segments = self._segments(left_alone) if left_alone else self._trained
+        self._update.segments = self._segments(not_updated) if not_updated else self._trained
         # A parameter may be in several chunks, but misses an update only once.
         for spec in chunk.specs:
-            if spec.parameter in left_alone and spec.name in self._here and spec.name not in self._missed_now:
+            if spec.parameter in not_updated and spec.name in self._here and spec.name not in self._missed_now:
                 self._missed_now.add(spec.name)
                 self._missed[spec.name] = self._missed.get(spec.name, 0) + 1
         yield from self.placement.update(self._buckets[id(chunk)], self._update)
@@ -310,10 +310,10 @@ class FlatOptimizer:
         whole = self._rules.needs_whole(spec.rule_name, spec.whole_shape, in_layer=spec.in_layer)
         return Segment(start, stop, group.learning_rate_factor, group.weight_decay, spec if whole else None)
 
-    def _segments(self, left_alone: set[nn.Parameter]) -> list[Segment]:
-        """Segments that are updated now: all except those of `Gradients.left_alone`."""
+    def _segments(self, not_updated: set[nn.Parameter]) -> list[Segment]:
+        """Segments that are updated now: all except those of `Gradients.not_updated`."""
         return [replace(segment, missed_updates=missed) if (missed := self._missed.get(spec.name)) else segment
-                for spec, segment in self._groups if spec.parameter not in left_alone]
+                for spec, segment in self._groups if spec.parameter not in not_updated]
 
 
 def _overlap(interval: tuple[int, int], other: tuple[int, int]) -> bool:

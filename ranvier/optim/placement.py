@@ -28,7 +28,7 @@ from torch import Tensor
 
 from ranvier.optim.buckets import Bucket, Segment, StatePlaces, join_buckets, within
 from ranvier.optim.chunks import GradientSpec
-from ranvier.optim.masters import follow
+from ranvier.optim.masters import take_written_elements
 from ranvier.optim.rules import EMA, Rules, SkippingRule, skips_by_itself, update_average
 from ranvier.optim.tensor_update import TensorUpdate
 from ranvier.precision import is_half, wide
@@ -117,7 +117,7 @@ class _Flat:
                 copies = self.states["master"][at:at + last - first]
                 values = self._weights[first:last]
                 size = _FOLLOWED if values.is_cuda else _FOLLOWED_ON_CPU
-                found |= any([*map(follow, copies.split(size), values.split(size))])
+                found |= any([*map(take_written_elements, copies.split(size), values.split(size))])
         return found
 
     def _bucket_state(self, bucket: Bucket, name: str) -> Tensor:
@@ -163,7 +163,7 @@ class _Flat:
             written = [one for tensor in tensors.values() for one in (tensor.parameter, *tensor.states.values())]
             _undo_if_skipped(update.skip, written, rules.tensors.update_tensors, tensors)
 
-    def share_room(self, other: _Flat) -> None:
+    def share_workspace(self, other: _Flat) -> None:
         """Let both widen gradients in the same memory, one after the other on the device's main stream."""
         self.workspace = other.workspace
         self._largest = other._largest = max(self._largest, other._largest)
@@ -318,7 +318,7 @@ class Hybrid:
                  ema: float = 0.0) -> None:
         self._resident = Resident(rules, weights, gradients, on_device, places(on_device), ema=ema)
         self._streamed = Streamed(rules, weights, gradients, on_host, places(on_host), in_flight, ema=ema)
-        self._resident.share_room(self._streamed)
+        self._resident.share_workspace(self._streamed)
         self._on_host = {bucket.number for bucket in on_host}
         self.workspace = self._streamed.workspace
         self.staging: Sequence[Tensor] = ()

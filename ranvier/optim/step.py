@@ -56,7 +56,7 @@ _MAX_WEIGHT_RATIO = 8
 
 
 @dataclass(frozen=True, kw_only=True)
-class Judged:
+class StepVerdict:
     """Judgement of a step. bad: why the step is bad, or None. overflow: whether a gradient was not finite in fp16."""
 
     bad: str | None = None
@@ -78,7 +78,7 @@ class GradientStatus:
     work: Work
     factor: float
     may_update: bool
-    verdict: Callable[[], Judged] = Judged
+    verdict: Callable[[], StepVerdict] = StepVerdict
     is_undecided: bool = False
 
     @property
@@ -134,17 +134,18 @@ def refuse_closures(optimizer: torch.optim.Optimizer) -> None:
                           remedy="Use an optimizer that takes one gradient.")
 
 
-def _judge_norm(guard: BadSteps | None, scale: LossScale | None, kept: GradientStatus | None, norm: float) -> Judged:
+def _check_norm(guard: BadSteps | None, scale: LossScale | None, kept: GradientStatus | None,
+                norm: float) -> StepVerdict:
     """Judge a step whose loss is good by its norm, and inform the guard and the loss scale. kept: the status of earlier
     batches in the same step, whose overflow the scale has counted."""
     if scale is None:
-        return Judged(bad=None if guard is None else guard.judge(norm))
+        return StepVerdict(bad=None if guard is None else guard.check_norm(norm))
     overflow = not math.isfinite(norm)
     if kept is None or (overflow and not kept.overflow):  # a step counts once
         scale.update(overflow)
     if guard is not None and not overflow:
         guard.note_good()
-    return Judged(overflow=overflow)
+    return StepVerdict(overflow=overflow)
 
 
 class Updater:
@@ -220,7 +221,7 @@ class Updater:
         self.masters = MasterCopies(self.users, owned) if self.users is not None and half else None
         self._scale = LossScale(scale=optim.initial_loss_scale, window=optim.loss_scale_window) \
             if dtype is torch.float16 else None
-        self._undecided: Callable[[], Judged] | None = None
+        self._undecided: Callable[[], StepVerdict] | None = None
         self._guard, self._bad_loss = bad_steps, bad_loss
         self._earlier_weight = earlier_weight
         self._kept: Tensor | None = None
@@ -244,16 +245,16 @@ class Updater:
     @property
     def bad_steps(self) -> BadSteps | None:
         """The guard, after it has judged all steps so far."""
-        self._settle()
+        self._read_verdict()
         return self._guard
 
     @property
     def loss_scale(self) -> LossScale | None:
         """The scale of the next loss, in fp16. Waits for the device's verdict on the previous step."""
-        self._settle()
+        self._read_verdict()
         return self._scale
 
-    def _settle(self) -> None:
+    def _read_verdict(self) -> None:
         """Read the verdict that is still on the device; it was available before the device began the update."""
         undecided, self._undecided = self._undecided, None
         if undecided is not None:
@@ -303,11 +304,11 @@ class Updater:
                 (self._optim.clip_norm and not self._clips_late) or self._scale or self._guard or bad):
             status = self._update_as_reduced()
         else:
-            status = self._judge()
+            status = self._reduce_and_check()
             self._apply(status, status.factor)
         self._kept, self.gradients.on_complete = None, None
         self._last = status if status.may_update else self._last
-        self.gradients.note_left()
+        self.gradients.note_end()
         return status
 
     def average(self) -> GradientStatus:
@@ -316,9 +317,9 @@ class Updater:
             raise ConfigError("loses small gradients when they are unscaled in fp16", code="half-accumulation-in-fp16",
                               where="optim.accumulate", value="half",
                               remedy="Call train_batch, or set `--optim.accumulate fp32`.")
-        status = self._judge()
+        status = self._reduce_and_check()
         self.gradients.scale(status.factor)
-        self.gradients.show_unreached()
+        self.gradients.remove_unreached()
         if self.masters is not None:
             self.masters.take_gradients(1.0)
         self.gradients.note_values()
@@ -335,18 +336,18 @@ class Updater:
         all of them, from all batches of the step. Collective if they are clipped."""
         assert self._averaged is not None, "there are no averaged gradients"
         averaged = status = self._averaged
-        let_go = not self.gradients.unapplied and all(
+        drop_gradients = not self.gradients.unapplied and all(
             spec.parameter.grad is None for spec in self.gradients.owned_specs())
         self._take_edits()
         if self.flat is not None:
             self.flat.prefetch()
         if self._optim.clip_norm and not self._clips_late:
             status = self._recount(status)
-        if not let_go or self.flat is None:  # averages of parameters stay, too
+        if not drop_gradients or self.flat is None:  # averages of parameters stay, too
             self._apply(status, 1.0)
         self._averaged, self.gradients.unapplied = None, False
-        self._last = status if status.may_update and not let_go else self._last
-        self.gradients.note_left()
+        self._last = status if status.may_update and not drop_gradients else self._last
+        self.gradients.note_end()
         return averaged
 
     @property
@@ -382,9 +383,9 @@ class Updater:
         zeroed = self.gradients.were_zeroed(updated)
         return zeroed or None if self.users is not None and not updated else zeroed  # other ranks tell
 
-    def let_go(self) -> None:
-        """See `Gradients.let_go`."""
-        self.gradients.let_go()
+    def drop_gradients(self) -> None:
+        """See `Gradients.drop_gradients`."""
+        self.gradients.drop_gradients()
         if self.masters is not None:
             self.masters.take_gradients(1.0)
 
@@ -421,7 +422,7 @@ class Updater:
         scale = self.loss_scale
         return self.nominal_weight / (weight * (1.0 if scale is None else scale.scale)) if weight else 0.0
 
-    def _judge(self) -> GradientStatus:
+    def _reduce_and_check(self) -> GradientStatus:
         """Wait for the weight of the batch and the reduction of all chunks, and start the status (finish it, if the
         step depends on it)."""
         started, weight = time.monotonic_ns(), self._weight()
@@ -432,24 +433,24 @@ class Updater:
             self._count(chunk)
         status = self._gradient_status(weight)
         if weight:
-            status = self._look(status)
+            status = self._check_status(status)
         self._timeline.add("optimizer", "norm", self._step, started)
         return status
 
-    def _look(self, status: GradientStatus) -> GradientStatus:
+    def _check_status(self, status: GradientStatus) -> GradientStatus:
         """Check whether the step overflows in fp16, or is bad. If neither is possible, or the device can skip a step on
         its own, the norm is not awaited."""
         guard = self.bad_steps  # which has judged the previous step
         bad = guard.bad_loss() if guard is not None else self._bad_before_update()
         if bad is not None or (guard is None and self._scale is None):
-            return replace(status, may_update=bad is None, verdict=partial(Judged, bad=bad))
+            return replace(status, may_update=bad is None, verdict=partial(StepVerdict, bad=bad))
         kept = self._kept_status if self._earlier_weight() else None  # unless its gradients were set to zero
-        judge = partial(_judge_norm, self._guard, self._scale, kept)
+        check = partial(_check_norm, self._guard, self._scale, kept)
         if self.flat is not None and self.flat.on_device:
             norm = HostCopy(status.norm_on_device)
-            self._undecided = cache(lambda: judge(float(norm.read())))  # once: it counts good steps, too
+            self._undecided = cache(lambda: check(float(norm.read())))  # once: it counts good steps, too
             return replace(status, verdict=self._undecided, is_undecided=True)
-        found = judge(status.norm)
+        found = check(status.norm)
         return replace(status, may_update=found.bad is None and not found.overflow, verdict=lambda: found)
 
     def _apply(self, status: GradientStatus, factor: float) -> None:
@@ -500,9 +501,9 @@ class Updater:
 
     def _step_users(self, users: torch.optim.Optimizer, factor: float) -> None:
         """Take one step of the user's optimizer; on its master copies, if parameters are in half precision."""
-        left_alone = set().union(*(self.gradients.left_alone(chunk) for chunk in self.gradients.reduced_chunks()))
+        not_updated = set().union(*(self.gradients.not_updated(chunk) for chunk in self.gradients.reduced_chunks()))
         for spec in self.gradients.owned_specs():
-            if spec.parameter in left_alone:  # no decay, no momentum
+            if spec.parameter in not_updated:  # no decay, no momentum
                 spec.parameter.grad = None
         if self.masters is None:
             self.gradients.scale(factor)
@@ -581,7 +582,7 @@ class Updater:
                          missed_updates: Mapping[str, int]) -> None:
         """Restore counters after parameters and states have been written as they were after `steps` updates (None: not
         counted here)."""
-        self._settle()
+        self._read_verdict()
         self._last, self._norm_before = None, None
         if last_norm is not None:
             self._norm_before = torch.tensor(last_norm, dtype=torch.float64, device=self._device)

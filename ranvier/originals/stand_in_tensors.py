@@ -60,7 +60,7 @@ class StandIns:
                 mine.copy_(now)
             noted[name] = _Seen.from_tensor(now), _Seen.from_tensor(mine)
 
-    def settle(self, given: dict[tuple[nn.Module, str], Tensor]) -> None:
+    def write_back(self, given: dict[tuple[nn.Module, str], Tensor]) -> None:
         """Give originals the stand-ins' parameters, which have the new values, and the values of buffers that blocks
         have changed. given: original and name of a buffer -> the tensor of the stand-in that has set it, which other
         stand-ins follow next."""

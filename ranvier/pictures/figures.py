@@ -37,13 +37,13 @@ def new_figure(width: float, height: float) -> Figure:
     return figure
 
 
-def entitle(axes: Axes, title: str) -> None:
+def write_title(axes: Axes, title: str) -> None:
     """Write a title, which may have users' names and dollar signs in it, above axes: in several lines if it is long."""
     lines = textwrap.fill(title, 85)  # the number of letters that fit into the narrowest picture
     axes.set_title(lines.replace("$", r"\$"), fontsize=12, color=INK, loc="left")
 
 
-def clean(axes: Axes) -> None:
+def remove_frame(axes: Axes) -> None:
     """Remove the frame at the top and on the right."""
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)

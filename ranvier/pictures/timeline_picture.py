@@ -8,7 +8,7 @@ from io import BytesIO
 from typing import TYPE_CHECKING
 
 from ranvier.mesh import Mesh, mesh_text
-from ranvier.pictures.figures import COLOURS, DARK, DPI, FAINT, INK, NAMES, clean, new_figure
+from ranvier.pictures.figures import COLOURS, DARK, DPI, FAINT, INK, NAMES, new_figure, remove_frame
 from ranvier.pictures.timelines import (
     RankTimeline,
     first_ranks,
@@ -55,7 +55,7 @@ def timeline_picture(timelines: Sequence[RankTimeline], mesh: Mesh, policy: str)
             spans in zip(shown, windows, strict=True)]
     figure = new_figure(14, 1.95 + 0.42 * len(rows) + 0.12 * mesh.num_replicas)
     axes = figure.subplots()
-    clean(axes)
+    remove_frame(axes)
     places = _rows(mesh, [rank for rank, _ in rows])
     axes.set_xlim(0, span_ms)
     axes.set_ylim(max(places.values()) + 0.6, -0.6)

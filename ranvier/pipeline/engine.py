@@ -61,7 +61,7 @@ from ranvier.plan.cut import Sample
 from ranvier.plan.plan import Plan, refuse_settings_beside
 from ranvier.schedule.limits import Limits
 from ranvier.schedule.schedule import Policy
-from ranvier.system.memory_tracker import give_back
+from ranvier.system.memory_tracker import release_cached_memory
 from ranvier.tensor.split.loss import NextTokenLoss
 from ranvier.world import World
 
@@ -559,7 +559,7 @@ class Engine:
         """Discard all gradients, so that the next `forward_backward` starts from zero; for programs that update
         parameters themselves or skip a step. A `step` before the next `forward_backward` changes nothing."""
         self._statistics.forget()
-        self._updater.let_go()
+        self._updater.drop_gradients()
 
     def _accumulate(self, batch: Sequence[Microbatch], *, updates: bool, wanted: LastOutputs | None = None) -> None:
         """Run forwards and backwards, and start every reduction. updates: whether a step follows. wanted: takes what
@@ -625,7 +625,7 @@ class Engine:
         cause = examine(batch, stages=self._stages, layout=self.layout, at=self.coordinates,
                         gradients=self._updater.gradients, judges_gradients=self.loss_scale is None,
                         ranks=self._connections.all, run=partial(self._run, training=True))
-        self._updater.gradients.let_go()
+        self._updater.gradients.drop_gradients()
         self._connections.board.action = _OUTSIDE
         return cause
 
@@ -766,7 +766,7 @@ class Engine:
         self._updater.forget()
         if self._connections.tensor_mesh is not None:
             self._connections.tensor_mesh.workspace.clear()
-        give_back(self.world.device)
+        release_cached_memory(self.world.device)
 
     # ------------------------------------------------------------------ one batch
 

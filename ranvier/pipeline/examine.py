@@ -70,7 +70,7 @@ class Finding:
 
 
 @torch.no_grad()  # a recomputed block checks fewer tensors, and must save the same number
-def flaw_of(tensors: Iterable[object]) -> str | None:
+def nonfinite_kind(tensors: Iterable[object]) -> str | None:
     """"nan" or "inf" if a floating-point tensor among `tensors` has one; "nan" if it has both."""
     found = None
     for tensor in tensors:
@@ -101,7 +101,7 @@ class _Watch:
              parameter: str | None = None) -> None:
         """Remember what is not finite among `tensors`."""
         key = kind, self.microbatch, place
-        if key not in self._findings and (flaw := flaw_of(tensors)) is not None:
+        if key not in self._findings and (flaw := nonfinite_kind(tensors)) is not None:
             self._findings[key] = Finding(kind=kind, flaw=flaw, microbatch=self.microbatch, place=place, block=block,
                                       parameter=parameter)
 
@@ -137,7 +137,7 @@ def examine(microbatches: Sequence[Microbatch], *, stages: RankStages, layout: L
             for name, parameter in module.named_parameters()}
     findings = [Finding(kind="parameter", flaw=flaw, place=number, block=block, parameter=name)
               for parameter, (number, block, name) in reversed(held.items())
-              if (flaw := flaw_of([parameter.detach()])) is not None]
+              if (flaw := nonfinite_kind([parameter.detach()])) is not None]
     buffers = [(buffer, buffer.clone()) for _, _, module in stages.blocks for buffer in module.buffers()]
     losses: list[tuple[int, float, float]] = []
     watch = _Watch(stages.blocks, layout.num_blocks)

@@ -115,7 +115,7 @@ class HeldParameters:
             self._look()
         buffers: dict[tuple[nn.Module, str], Tensor] = {}
         for stand_in in stand_ins:
-            stand_in.settle(buffers)
+            stand_in.write_back(buffers)
         for block, name, held, known in self._formats:
             if (now := (held.shape, held.dtype, held.device)) != known:
                 raise _error("parameter-form-changed", block, name,
@@ -205,7 +205,7 @@ class HeldParameters:
                     "parameter, as a clamp does. The guard's compare_every compares them", stacklevel=7)
 
 
-class SteadyParameters:
+class ParameterChangeCheck:
     """Checks, in the first batches, the parameters and buffers of one stage: a forward must not change a parameter's
     gradient, nor freeze a parameter. While other microbatches are under way, torch notices whatever it changes, and a
     backward must not change a buffer that forwards change.
@@ -237,7 +237,7 @@ class SteadyParameters:
         buffers = (buffer for _, module in self._places for buffer in module._buffers.values() if buffer is not None)
         self._values = [(tensor, tensor._version, norm) for tensor, norm in with_norms((*self._named, *buffers))]
 
-    def tell_torch(self, roots: Iterable[Node]) -> None:
+    def increment_versions(self, roots: Iterable[Node]) -> None:
         """Increment the version of tensors that another forward, before the first one's backward, has changed without a
         new version, as by a write through their `data`. Torch then refuses backwards that need the old values. roots:
         of the graphs of all forwards under way, including this one."""

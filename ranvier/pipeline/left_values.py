@@ -111,7 +111,7 @@ class LeftValues:
         return next(((watch.place, entry) for (_, entry), watch in self._made.items()), None)
 
 
-class SameLeft:
+class SameValueCheck:
     """Checks that the stages of a model compute the same for values that each of them computes itself. stages: those of
     this rank."""
 

@@ -14,14 +14,14 @@ from torch import Tensor
 from torch.autograd.graph import Node
 
 
-class OutsideLeaves:
+class LeafCheck:
     """Checks the graphs of one stage."""
 
     def __init__(self) -> None:
         self._before: list[ref[Tensor]] = []
         """Leaves of the last batch, which may be gone."""
 
-    def look(self, outputs: Iterable[Tensor], known: Iterable[Tensor]) -> None:
+    def check(self, outputs: Iterable[Tensor], known: Iterable[Tensor]) -> None:
         """Check the graph of `outputs` before its backward. known: tensors whose gradients the engine handles."""
         ids = {id(tensor) for tensor in known}
         found = {id(leaf): leaf for leaf in _leaves(outputs) if id(leaf) not in ids}

@@ -18,7 +18,17 @@ from annotated_types import Ge, Lt
 from torch import nn
 
 from ranvier.arguments import fits
-from ranvier.block import Loss, LossBlock, Model, Modules, as_model, freeze, frozen_prefix, names_in_whole, ready_made
+from ranvier.block import (
+    Loss,
+    LossBlock,
+    Model,
+    Modules,
+    as_model,
+    existing_blocks,
+    freeze,
+    frozen_prefix,
+    names_in_whole,
+)
 from ranvier.comm.protocol import Group
 from ranvier.config import rules
 from ranvier.config.run import Guard, Memory, Optim, Pipeline, TensorParallel
@@ -35,7 +45,7 @@ from ranvier.pipeline.connections import Connections, share_start_values
 from ranvier.pipeline.copied_modules import LOSS, CopiedModules
 from ranvier.pipeline.device_timeline import timeline_of
 from ranvier.pipeline.held_parameters import HeldParameters, refuse_left_behind
-from ranvier.pipeline.left_values import LeftValues, SameLeft
+from ranvier.pipeline.left_values import LeftValues, SameValueCheck
 from ranvier.pipeline.microbatch import Microbatch, as_microbatches
 from ranvier.pipeline.rank_stages import RankStages, some_train
 from ranvier.pipeline.replica_randomness import ReplicaRandomness
@@ -89,7 +99,7 @@ class EngineParts:
         if self.cast_buffers and at.is_first_on_pipeline_rank:
             warnings.warn(cast_warning(self.cast_buffers, prepared.dtype), stacklevel=4)
         self.parameters = stage_parameters(layout, self.blocks)
-        self.elsewhere = TrainedElsewhere(ready_made(prepared.model), (name for _, name, _ in self.blocks),
+        self.elsewhere = TrainedElsewhere(existing_blocks(prepared.model), (name for _, name, _ in self.blocks),
                                           self.parameters.values(),
                                           splits=self.connections.tensor_mesh is not None)
         self.held = HeldParameters(
@@ -119,7 +129,7 @@ class EngineParts:
         self._left: list[LeftValues] = []  # of the stages, which are built last
         self.statistics = BatchStatistics(
             self.connections.all, SameTargets(at, layout.stages), SameRates(at, own=plan.own_optimizer),
-            SameLeft(plan.stages.shared_places, at, layout.stages, self._left), self.ties,
+            SameValueCheck(plan.stages.shared_places, at, layout.stages, self._left), self.ties,
             OwnSamples(at, layout.stages), on_device=world.device.type == "cuda")
         tables = lookup_tables(module for _, _, module in self.blocks)
         self.updater = self._build_updater(optimizer, nominal_weight, guard, tables)
@@ -150,8 +160,9 @@ class EngineParts:
             layout, self.parameters, prepared.names_in_whole, self.updater.gradients, held_parameters=self.held,
             elsewhere=self.elsewhere, buffers=SharedBufferChanges(plan.stages.shared_buffers, self.blocks),
             copied=None if self.connections.tensor_mesh is None else CopiedModules(
-                ready_made(prepared.model) | ({LOSS: prepared.model.loss} if isinstance(prepared.model.loss, nn.Module)
-                                              else {}),
+                existing_blocks(prepared.model) | ({LOSS: prepared.model.loss} if isinstance(prepared.model.loss,
+                                                                                             nn.Module)
+                                                   else {}),
                 self.blocks, self.parameters, lambda name, whole: whole[
                     tuple(slice(*edges) for edges in layout.box(layout[name], at.position))]),
             is_of_mean=nominal_weight != "auto" and plan.mesh.count(samples_over) == 1)
@@ -280,7 +291,7 @@ def prepare(given: Model | Modules, loss: Loss | None, *, world: World, dtype: t
     """Apply these settings of the engine to the model. Raises ModelError or ConfigError for settings that do not fit
     it."""
     model = as_model(given, loss)
-    modules = ready_made(model).values()
+    modules = existing_blocks(model).values()
     if dtype is None:
         dtype = torch.float32 if autocast or float8 else _format_of(modules, world)
     if dtype not in DTYPES.values():
@@ -317,7 +328,7 @@ def make_plan(prepared: PreparedModel, world: World, mesh: Mesh | None, sample: 
                           where="optim.ema", value=optim.ema,
                           remedy="Give optim= without optimizer=, or use torch.optim.swa_utils.AveragedModel.")
     if optim is not None and not own_optimizer and world.rank == 0 and (
-            idle := rules.idle_beside_torch_optimizer(optim)):
+            idle := rules.unused_with_torch_optimizer(optim)):
         warnings.warn(f"Optim({', '.join(f'{name}=...' for name in idle)}) has no effect with optimizer=: it applies "
                       "to Ranvier's own optimizer", stacklevel=4)
     if optim is not None and own_optimizer and optim.algorithm == "muon" and not prepared.model.layers and (

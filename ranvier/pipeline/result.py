@@ -14,7 +14,7 @@ from ranvier.block import State
 from ranvier.comm.collectives import CompletedWork
 from ranvier.comm.protocol import Work
 from ranvier.errors import ModelError
-from ranvier.optim.step import GradientStatus, Judged
+from ranvier.optim.step import GradientStatus, StepVerdict
 from ranvier.tensor.columns import gather_whole
 
 
@@ -75,7 +75,7 @@ class BatchResult:
         if status is not None:
             status.work.wait()
             status = replace(status, work=CompletedWork(), is_undecided=False,
-                             verdict=partial(Judged, bad=status.bad, overflow=status.overflow))
+                             verdict=partial(StepVerdict, bad=status.bad, overflow=status.overflow))
         return {**vars(self), "_stats_work": CompletedWork(), "status": status}
 
     @property

@@ -35,7 +35,7 @@ from ranvier.pipeline.held_parameters import BATCHES_BY_VALUE, changed_norms, wi
 from ranvier.sent_values import place_of
 from ranvier.tensor.columns import plain
 from ranvier.tensor.kept_outputs import KeptOutputs
-from ranvier.tensor.remembered import Remembered
+from ranvier.tensor.state_snapshot import StateSnapshot
 
 _KNOWN_HOOKS = "ranvier.", "torch.nn.utils."
 """Modules whose hooks may run twice: they compute weights or outputs, and change at most buffers."""
@@ -177,7 +177,7 @@ class Segment:
         before: dict[_Place, Tensor | None] = {}
         looks = not self._looked and self._num_batches <= BATCHES_BY_VALUE
         self._looked = True
-        then = Remembered(self._others, common=bool(self._others), arrays=looks)  # ours draw from neither
+        then = StateSnapshot(self._others, common=bool(self._others), arrays=looks)  # ours draw from neither
         kept = KeptOutputs(self._weights) if self._selective else None
         left: list[_Left] = []
         moved: list[_Moved] = []
@@ -194,7 +194,7 @@ class Segment:
                 for parameter, version in unmoved:
                     if parameter._version != version:
                         raise self._changed_parameter(parameter)
-                with then.given_back(), self._buffers_of(before | self._changed_by_others(left)), \
+                with then.restored(), self._buffers_of(before | self._changed_by_others(left)), \
                         _COMPUTED if kept is None else kept.replaying(), self._moved_again(moved):
                     return compute(from_named_tensors(aliases))
             ran = True

@@ -28,11 +28,11 @@ from ranvier.errors import ModelError, RanvierError
 from ranvier.originals.read_attributes import read_attributes_of
 from ranvier.pipeline import carried_tensors
 from ranvier.pipeline.autocast import casting
-from ranvier.pipeline.held_parameters import SteadyParameters
+from ranvier.pipeline.held_parameters import ParameterChangeCheck
 from ranvier.pipeline.left_values import LeftValues
 from ranvier.pipeline.mean_loss import warn_of_mean
 from ranvier.pipeline.microbatch import Microbatch
-from ranvier.pipeline.outside_leaves import OutsideLeaves
+from ranvier.pipeline.outside_leaves import LeafCheck
 from ranvier.pipeline.result import LastOutputs
 from ranvier.pipeline.segment import ChangedInPlace, Segment, hook_of_all_modules
 from ranvier.pipeline.trained_elsewhere import OthersParameters
@@ -138,7 +138,7 @@ class Stage:
                  autocast: torch.dtype | None = None, left: LeftValues | None = None,
                  others: OthersParameters | None = None) -> None:
         self._left, self._others = left, others
-        self._steady, self._outside = SteadyParameters(blocks), OutsideLeaves()
+        self._steady, self._outside = ParameterChangeCheck(blocks), LeafCheck()
         self._looked_at, self._is_watched = 0, False
         self._overlaps = False
         """Whether a forward of this batch has run before an earlier microbatch's backward."""
@@ -325,12 +325,13 @@ class Stage:
         """Check parameters after the forward of a microbatch, before its backward."""
         self._steady.check()
         if number == 0:
-            self._outside.look(outputs.values(), (one for _, _, module in self.blocks for one in module.parameters()))
+            self._outside.check(outputs.values(), (one for _, _, module in self.blocks for one in module.parameters()))
         if number == 0 and self._last_number and (self._loss is None or self.blocks[0][0]):
             self._steady.note_values()
         elif self._overlaps:
             under_way = [root.node for graph in self._graphs.values() for root in graph.roots.values()]
-            self._steady.tell_torch(under_way + [node for tensor in outputs.values() if (node := tensor.grad_fn)])
+            self._steady.increment_versions(
+                under_way + [node for tensor in outputs.values() if (node := tensor.grad_fn)])
 
     def _surroundings(self, way: Literal["forward", "backward"]) -> AbstractContextManager[object]:
         """Contexts in which forwards or backwards run, in addition to a mode of autograd."""

@@ -14,7 +14,7 @@ from torch import Tensor
 from ranvier.comm.collectives import ChainedWork, CompletedWork, TwoRoundWork
 from ranvier.comm.protocol import Group, Work
 from ranvier.errors import ModelError
-from ranvier.pipeline.left_values import SameLeft
+from ranvier.pipeline.left_values import SameValueCheck
 from ranvier.pipeline.microbatch import Microbatch
 from ranvier.pipeline.same_on_ranks import SAME_TARGETS, OwnSamples, SameRates, SameTargets
 from ranvier.pipeline.ties import TiedParameters
@@ -38,11 +38,11 @@ class BatchStatistics:
     ranks + 1 times those that have gradients; after the reduction, whether earlier batches belong to another step), the
     number that train (ranks + 1 times those that then update, and the square of that times those that predict), the
     checksums of `SameTargets`, 0 if all have made the same number of updates, the number that add to an earlier batch,
-    and the checksums of `SameRates`, `SameLeft`, `TiedParameters` and `OwnSamples`."""
+    and the checksums of `SameRates`, `SameValueCheck`, `TiedParameters` and `OwnSamples`."""
     work: Work
     """The reduction of `sums`."""
 
-    def __init__(self, ranks: Group, same_targets: SameTargets, same_rates: SameRates, same_left: SameLeft,
+    def __init__(self, ranks: Group, same_targets: SameTargets, same_rates: SameRates, same_left: SameValueCheck,
                  ties: TiedParameters, own_samples: OwnSamples, *, on_device: bool = False) -> None:
         self._ranks, self._same_targets, self._on_device = ranks, same_targets, on_device
         self._same_rates, self._same_left, self._ties = same_rates, same_left, ties

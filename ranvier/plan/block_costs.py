@@ -208,7 +208,7 @@ def _count_block(model: Model, name: str, module: nn.Module, state: State, train
                          remedy="Make its forward take and return the carried state, or choose sizes that it "
                                 "supports." + _hint(entered)) from error
     outputs, entered_bytes = as_named_tensors(returned, f"block {name}"), _state_bytes(state)
-    more = numbers_bytes(kept.masks, counting, dtype)
+    more = numeric_mask_bytes(kept.masks, counting, dtype)
     peaks = None if not counting.is_live else block_peaks(
         module, tensors, _as_leaves(state, trains), counting, dtype,
         nullcontext if counting.has_scores else FusedAttention)
@@ -256,7 +256,7 @@ def _with_loss(last: BlockCost, model: Model, state: State, trains: bool, target
                    loss_forward_bytes=forward, loss_backward_bytes=backward)
 
 
-def numbers_bytes(masks: Iterable[int], counting: kernels.Counting, dtype: torch.dtype) -> int:
+def numeric_mask_bytes(masks: Iterable[int], counting: kernels.Counting, dtype: torch.dtype) -> int:
     """Bytes by which dropout masks are larger if they are kept as numbers: on a CPU, uncompiled. masks: bytes of each
     as booleans, as `KeptBytes` finds them."""
     return 0 if counting.on_cuda or counting.compiles else (dtype.itemsize - 1) * sum(masks)

@@ -20,7 +20,7 @@ from fnmatch import fnmatchcase
 import torch
 from torch import Tensor, nn
 
-from ranvier.block import KEPT_IN_FP32, Model, several_names
+from ranvier.block import KEPT_IN_FP32, Model, names_of_same_tensor
 from ranvier.errors import ConfigError, ModelError
 from ranvier.precision import is_half
 
@@ -133,7 +133,7 @@ def check_formats(model: Model, modules: Mapping[str, nn.Module], dtype: torch.d
                               remedy=f"Names begin with a block's: {', '.join(full[:3])}.")
     formats = {block: BlockFormats.from_block(model, block, module, dtype) for block, module in modules.items()}
     kept = {f"{block}.{name}" for block, one in formats.items() for name in one.kept}
-    buffers = several_names(pair for block, module in modules.items() for pair in module.named_buffers(
+    buffers = names_of_same_tensor(pair for block, module in modules.items() for pair in module.named_buffers(
         prefix=block, remove_duplicate=False) if pair[1].is_floating_point())
     for what, how, groups in (("parameter", "tied to", model.tied), ("buffer", "also", buffers)):
         for group in groups:

@@ -38,7 +38,7 @@ class LiveBytes(MemoryTracker):
     def __init__(self, counting: Counting, dtype: torch.dtype) -> None:
         super().__init__(on_meta=True)
         self.most_cast, self._casts = 0, not counting.on_cuda
-        # A mask counts as numbers in the kept bytes (`numbers_bytes`), also while it is drawn.
+        # A mask counts as numbers in the kept bytes (`numeric_mask_bytes`), also while it is drawn.
         self._drawn_bytes = 0 if counting.on_cuda or counting.compiles else _DRAWN_BYTES - dtype.itemsize
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (),

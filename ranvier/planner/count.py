@@ -49,7 +49,7 @@ from ranvier.plan.block_costs import (
     Known,
     build_on_meta,
     loss_scratch_bytes,
-    numbers_bytes,
+    numeric_mask_bytes,
 )
 from ranvier.plan.cut import StageTable, meta_mesh, split_model
 from ranvier.plan.formats import BlockFormats
@@ -66,9 +66,9 @@ from ranvier.system.compilation import without_compiler
 from ranvier.system.pinned_memory import pinned_bytes
 from ranvier.tensor import float8
 from ranvier.tensor.columns import on_local, plain
-from ranvier.tensor.meta_mesh import MetaMesh, Uncounted
+from ranvier.tensor.meta_mesh import MetaMesh, NoCounter
 from ranvier.tensor.overlapped_transfers import WeightUse
-from ranvier.tensor.quantized_weight import quantized_bytes, values_bytes
+from ranvier.tensor.quantized_weight import dequantization_bytes, quantized_bytes
 from ranvier.tensor.split.linear import SplitLinear, SplitVocabularyLinear
 from ranvier.tensor.split.loss import overwrites_logits
 from ranvier.tensor.weight_gradients import WeightGradients, root_of
@@ -116,7 +116,7 @@ def predict(run: ResolvedRun, model: Model, stages: StageTable, layout: Layout, 
     conditions = conditions_of(run, counted, again, cluster)
     limits = limits or run_limits(run, counted, again, conditions)
     peaks = stages_at_peak(run, counted, limits, again, conditions)
-    on_mesh = _MeshNeeds() if run.mesh.stage_size == 1 else _tensor_mesh(run, model, stages, layout, known)
+    on_mesh = _MeshMemory() if run.mesh.stage_size == 1 else _mesh_memory(run, model, stages, layout, known)
     if "untrained" not in known:
         known["untrained"] = _untrained(run, model)
     untrained: _Untrained = known["untrained"]
@@ -130,12 +130,12 @@ def predict(run: ResolvedRun, model: Model, stages: StageTable, layout: Layout, 
         states = "states", run.optim, *alike
         if states not in known:
             gradients = "gradients", replace(run.optim, offload="none", offload_share="auto"), *alike
-            known[states] = _states(run, layout, pipe, runs, untrained, known.setdefault(gradients, {}))
-        lasting: _States = known[states]
-        device = dict(lasting.device) | _together(run, [
+            known[states] = _state_bytes(run, layout, pipe, runs, untrained, known.setdefault(gradients, {}))
+        lasting: _StateBytes = known[states]
+        device = dict(lasting.device) | _sum_stages(run, [
             _activations(run, counted[stage], layout, stage, again[stage], on_mesh, limits,
                          None if peaks is None else peaks[stage], lasting.updates, untrained) for stage in held])
-        device["workspace"] += _beyond_backward(
+        device["workspace"] += _bytes_beyond_backward(
             lasting, device, [cost for stage in held for cost in counted[stage]], on_mesh)
         if on_mesh.buffers:
             device["tensor mesh"] = on_mesh.buffers[pipe]
@@ -145,8 +145,9 @@ def predict(run: ResolvedRun, model: Model, stages: StageTable, layout: Layout, 
     return tuple(found)
 
 
-def _beyond_backward(states: _States, working: Mapping[str, int], costs: Sequence[BlockCost], on_mesh: _MeshNeeds
-                     ) -> int:
+def _bytes_beyond_backward(states: _StateBytes, working: Mapping[str, int], costs: Sequence[BlockCost],
+                           on_mesh: _MeshMemory
+                           ) -> int:
     """Bytes that the end of a step, or an evaluation with averages in place of the parameters, needs beyond those of
     the backward, whose memory is free by then."""
     evaluation = states.averaged + max(cost.kept_bytes + cost.loss_bytes + max(
@@ -155,7 +156,7 @@ def _beyond_backward(states: _States, working: Mapping[str, int], costs: Sequenc
     return max(0, needed - sum(working[name] for name in ("workspace", "activations", "deferred")))
 
 
-def _together(run: ResolvedRun, stages: Sequence[Mapping[str, int]]) -> dict[str, int]:
+def _sum_stages(run: ResolvedRun, stages: Sequence[Mapping[str, int]]) -> dict[str, int]:
     """Bytes that all stages of a rank keep alive; one stage computes at a time. A budget in bytes is for the rank."""
     found = {name: sum(stage[name] for stage in stages) for name in stages[0]}
     found["workspace"] = max(stage["workspace"] for stage in stages)
@@ -177,9 +178,9 @@ def device_bytes_of_stages(run: ResolvedRun, frozen: int = 0, frozen_above: Sequ
     """
     model, plan = _plan_replica(run, frozen, frozen_above)
     stages, layout = plan.stages, plan.layout
-    on_mesh = _MeshNeeds() if run.mesh.stage_size == 1 else _tensor_mesh(run, model, stages, layout, {})
+    on_mesh = _MeshMemory() if run.mesh.stage_size == 1 else _mesh_memory(run, model, stages, layout, {})
     gathered = max(on_mesh.buffers.values(), default=0) + max(on_mesh.passing.values(), default=0)
-    lasting: dict[object, _States] = {}
+    lasting: dict[object, _StateBytes] = {}
     untrained = _untrained(run, model)
 
     @cache
@@ -187,15 +188,15 @@ def device_bytes_of_stages(run: ResolvedRun, frozen: int = 0, frozen_above: Sequ
         there = replace(layout, boundaries=(*range(start - stage + 1, start + 1),
                                             *range(stop, stop + run.mesh.pipeline_size - stage - 1)))
         costs = replace(stages, boundaries=there.boundaries).stage_costs()
-        limits = _rule(run, costs)
+        limits = _rule_limits(run, costs)
         segments = _segments(run, costs, stage, limits)
         runs = _runs_of_stage(there, stage, segments)
         if (start, stop, runs) not in lasting:  # on whichever stage they are
-            lasting[start, stop, runs] = _states(run, there, stage, runs, untrained)
+            lasting[start, stop, runs] = _state_bytes(run, there, stage, runs, untrained)
         states = lasting[start, stop, runs]
         passing = _activations(run, costs[stage], there, stage, segments, on_mesh, limits, None, states.updates,
                                untrained)
-        return (sum(states.device.values()) + _beyond_backward(states, passing, costs[stage], on_mesh)
+        return (sum(states.device.values()) + _bytes_beyond_backward(states, passing, costs[stage], on_mesh)
                 + sum(passing.values()) + gathered)
 
     return needed
@@ -261,7 +262,7 @@ def _untrained(run: ResolvedRun, model: Model) -> _Untrained:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _States:
+class _StateBytes:
     """Bytes that persist between steps on a rank, and those that updates need in addition.
 
     device, host: category -> bytes. at_end: bytes on the device when all backwards have run. updates: place of a block
@@ -276,8 +277,8 @@ class _States:
     averaged: int
 
 
-def _states(run: ResolvedRun, layout: Layout, pipe: int, runs: Sequence[range], untrained: _Untrained,
-            known: dict[tuple[int, int], Gradients] | None = None) -> _States:
+def _state_bytes(run: ResolvedRun, layout: Layout, pipe: int, runs: Sequence[range], untrained: _Untrained,
+                 known: dict[tuple[int, int], Gradients] | None = None) -> _StateBytes:
     """Bytes that persist between steps, laid out as the run would, exactly. Of ends of a tie, one has the states.
     known: gradients of earlier calls that differ in nothing but the offload, to which this one adds."""
     optim, dtype = run.optim, DTYPES[run.precision]
@@ -372,9 +373,9 @@ def _states(run: ResolvedRun, layout: Layout, pipe: int, runs: Sequence[range], 
         at_end += buffers
     if optim.shard:
         device["reduction"] += gather_bytes(gradients, dtype.itemsize)
-    return _States(device=device, host={name: size for name, size in host.items() if size or name != "staging"},
-                   at_end=at_end, updates=updates, averaged=storage_bytes([optimizer.weights])
-                   if run.train.eval_ema and averages_of(optim) else 0)
+    return _StateBytes(device=device, host={name: size for name, size in host.items() if size or name != "staging"},
+                       at_end=at_end, updates=updates, averaged=storage_bytes([optimizer.weights])
+                       if run.train.eval_ema and averages_of(optim) else 0)
 
 
 def _skipped_elements(run: ResolvedRun, gradients: Gradients, buckets: list[Bucket]) -> int:
@@ -413,7 +414,7 @@ def _gradient_dtype(run: ResolvedRun) -> torch.dtype:
     return precision.wide(dtype) if run.optim.accumulate == "fp32" else dtype
 
 
-class _AtOnce:
+class _ImmediateWeightGradients:
     """A stage's weight gradients, none of which is deferred."""
 
     defers, last, forward_bytes = False, True, 0
@@ -423,7 +424,7 @@ class _AtOnce:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _MeshNeeds:
+class _MeshMemory:
     """Memory of products on a tensor mesh.
 
     buffers: index along `pipe` -> bytes of work buffers of products, and of gathered weights that are kept. passing:
@@ -438,7 +439,7 @@ class _MeshNeeds:
     working: Mapping[str, int] = field(default_factory=dict)
 
 
-def _tensor_mesh(run: ResolvedRun, model: Model, stages: StageTable, layout: Layout, known: Needs) -> _MeshNeeds:
+def _mesh_memory(run: ResolvedRun, model: Model, stages: StageTable, layout: Layout, known: Needs) -> _MeshMemory:
     """Memory of products on the tensor mesh: runs forward and backward of every block on a microbatch on the meta
     device."""
     mesh = meta_mesh(run.mesh, run.tensor, run.device_type)
@@ -487,11 +488,11 @@ def _tensor_mesh(run: ResolvedRun, model: Model, stages: StageTable, layout: Lay
             sizes[key] = max(sizes.get(key, 0), size)
         passing[pipe] += max(map(mesh.bundled_matrix_bytes, (of_pipe, backward)))
     found = {pipe: sum(sizes.values()) + gathered[pipe] for pipe, sizes in enumerate(largest)}
-    return _MeshNeeds(buffers=found, passing=passing, kept_again=kept_again, working=working)
+    return _MeshMemory(buffers=found, passing=passing, kept_again=kept_again, working=working)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class _BlockNeeds:
+class _BlockMemory:
     """Memory of one block on a tensor mesh, and the state after it, on the meta device."""
 
     workspace: dict[tuple[str, torch.dtype], int]
@@ -506,7 +507,7 @@ class _BlockNeeds:
 
 @without_compiler()
 def _block_needs(run: ResolvedRun, part: Model, mesh: MetaMesh, name: str, state: State, targets: object, *,
-                 recomputed: bool, shares: bool) -> _BlockNeeds:
+                 recomputed: bool, shares: bool) -> _BlockMemory:
     """Run forward and backward of a block; with targets it is the last block, and the loss follows. shares: whether it
     shares a parameter with another block of the stage."""
     gathered, unreduced, uses, dtype = 0, 0, list[WeightUse](), DTYPES[run.precision]
@@ -518,7 +519,7 @@ def _block_needs(run: ResolvedRun, part: Model, mesh: MetaMesh, name: str, state
         parameter.grad = torch.empty_like(parameter, dtype=_gradient_dtype(run)) if parameter.requires_grad else None
     for layer in block.modules():
         if isinstance(layer, SplitLinear):
-            layer.weight_gradients = cast(WeightGradients, _AtOnce())  # has all that a layer reads
+            layer.weight_gradients = cast(WeightGradients, _ImmediateWeightGradients())  # has all that a layer reads
             layer.recomputed = recomputed
             layer.has_own_weights = not (shares and isinstance(layer, SplitVocabularyLinear))
             gathered += layer.kept_bytes
@@ -531,31 +532,31 @@ def _block_needs(run: ResolvedRun, part: Model, mesh: MetaMesh, name: str, state
     # A recomputed layer keeps all panels that it gathers; those of the backward must have the same lengths.
     with live, nullcontext() if counting.has_scores else FusedAttention():
         state = tree_map(partial(on_local, lambda x: x.clone()), entering)  # freed when nothing keeps it
-        with kept, nullcontext() if recomputed else once(Uncounted()):
+        with kept, nullcontext() if recomputed else once(NoCounter()):
             state = block(state)
             ends = ([*plain(as_named_tensors(state, name)).values()] if targets is None
                     else [part.loss(state, targets)[0]])
         kept_bytes = kept.count
         working = live.peak_bytes() - kept_bytes
-        numbers = numbers_bytes(kept.masks, counting, dtype)
+        numbers = numeric_mask_bytes(kept.masks, counting, dtype)
         leaving = tree_map(partial(on_local, lambda x: torch.empty_like(x, requires_grad=x.requires_grad)), state)
         roots = [(root_of(end), torch.empty_like(end)) for end in ends if end.requires_grad]
         live.tag([gradient for _, gradient in roots], "activations")
         del kept, state, ends
         live.reset_peak()
-        with once(Uncounted(), only_equal=recomputed):
+        with once(NoCounter(), only_equal=recomputed):
             if roots:
                 torch.autograd.backward([root for root, _ in roots], [gradient for _, gradient in roots])
             mesh.sums.finish()
         working = max(working, live.peak_bytes() - kept_bytes)
     if targets is not None:
         working -= loss_scratch_bytes(part.loss, leaving, counting)
-    return _BlockNeeds(workspace=dict(mesh.workspace.sizes()), uses=uses, gathered_bytes=gathered,
-                       unreduced_bytes=unreduced, kept_bytes=kept_bytes + numbers, working_bytes=working,
-                       cast_bytes=live.most_cast, state=leaving)
+    return _BlockMemory(workspace=dict(mesh.workspace.sizes()), uses=uses, gathered_bytes=gathered,
+                        unreduced_bytes=unreduced, kept_bytes=kept_bytes + numbers, working_bytes=working,
+                        cast_bytes=live.most_cast, state=leaving)
 
 
-def _rule(run: ResolvedRun, stages: Stages) -> Limits:
+def _rule_limits(run: ResolvedRun, stages: Stages) -> Limits:
     """Limits of the pipeline by the rule."""
     rule = rule_limits([any(block.num_trainable for block in blocks) for blocks in stages], run.placement)
     return rule.with_user_limits(run.pipeline.in_flight, run.pipeline.deferred, run.pipeline.defer_last)
@@ -564,7 +565,7 @@ def _rule(run: ResolvedRun, stages: Stages) -> Limits:
 def recomputed_runs(run: ResolvedRun, stages: Stages) -> list[list[range]]:
     """For each stage, the runs of its blocks (places on the stage) that are recomputed. They follow from the rule's
     limits, as in the engine, since simulated limits depend on them."""
-    rule = _rule(run, stages)
+    rule = _rule_limits(run, stages)
     return [_segments(run, stages, stage, rule) for stage in range(len(stages))]
 
 
@@ -593,11 +594,11 @@ def _gradient_bytes(run: ResolvedRun, costs: Sequence[BlockCost], segments: Sequ
     found = [max(cost.table_elements * by_autograd, 0 if queued else cost.plain_elements * by_autograd,
                  cost.weight_elements * (by_autograd if place in inside else by_layer))
              for place, cost in enumerate(costs)]
-    waiting = _waiting_bytes(run, costs, num_stages)
+    waiting = _tied_gradient_bytes(run, costs, num_stages)
     return [3 * waiting if waiting and not place else one + waiting for place, one in enumerate(found)]
 
 
-def _waiting_bytes(run: ResolvedRun, costs: Sequence[BlockCost], num_stages: int) -> int:
+def _tied_gradient_bytes(run: ResolvedRun, costs: Sequence[BlockCost], num_stages: int) -> int:
     """Bytes of the first gradients of tied parameters until the backward reaches their other ends."""
     tied = costs[-1].num_trainable - costs[-1].num_owned if num_stages == 1 else 0
     return tied * max(DTYPES[run.precision].itemsize, _gradient_dtype(run).itemsize)
@@ -630,15 +631,15 @@ def _largest_values(run: ResolvedRun, layout: Layout, stage: int) -> list[int]:
     for p in layout.parameters_of(layout.stages.rank_of(stage)):
         if p.quantized is not None and p.block in found:
             elements = prod(stop - start for start, stop in layout.box(p, layout.mesh.positions[0]))
-            found[p.block] = max(found[p.block], values_bytes(elements, p.quantized, DTYPES[run.precision]))
+            found[p.block] = max(found[p.block], dequantization_bytes(elements, p.quantized, DTYPES[run.precision]))
     return list(found.values())
 
 
 def _activations(run: ResolvedRun, costs: Sequence[BlockCost], layout: Layout, stage: int, segments: Sequence[range],
-                 on_mesh: _MeshNeeds, limits: Limits, at_peak: tuple[int, float] | None, updates: Mapping[int, int],
+                 on_mesh: _MeshMemory, limits: Limits, at_peak: tuple[int, float] | None, updates: Mapping[int, int],
                  untrained: _Untrained) -> dict[str, int]:
     """Bytes that the microbatches in flight keep alive on a stage of these blocks. at_peak: as of `StoredMicrobatches`.
-    updates: as of `_States`."""
+    updates: as of `_StateBytes`."""
     num_stages = layout.stages.num_stages
     gradients = [0] * len(costs) if on_mesh.working else _gradient_bytes(run, costs, segments, num_stages)
     if on_mesh.working:
@@ -650,7 +651,7 @@ def _activations(run: ResolvedRun, costs: Sequence[BlockCost], layout: Layout, s
     stored = StoredMicrobatches(run=run, stage=stage, limits=limits, at_peak=at_peak)
     before = layout.blocks(stage).start - layout.blocks_on(layout.stages.rank_of(stage))[0]
     here = {place - before: size for place, size in updates.items() if 0 <= place - before < len(costs)}
-    waiting = _waiting_bytes(run, costs, num_stages)
+    waiting = _tied_gradient_bytes(run, costs, num_stages)
     found = activation_bytes(costs, segments, stored, on_mesh.kept_again, gradients,
                              _tied_gradients(run, layout, stage),
                              {place: size + (waiting if place else 0) for place, size in here.items()},

@@ -173,12 +173,13 @@ class _PredictedRun:
         if self.state.needs_decision:
             self._decide()
         while self.steps_left:
-            until = self.controller.steps_until_asked(self.state, self.step, self.samples, self.size, self.depth)
+            until = self.controller.steps_until_evaluation(self.state, self.step, self.samples, self.size, self.depth)
             before = self.samples
             self._advance(self.steps_left if until is None else min(until, self.steps_left))
             if self.steps_left:
                 last = max(before, self.samples - self.size)
-                self.state = self.controller.asks_after(self.state, self.step, last, self.samples, self.frozen)
+                self.state = self.controller.evaluates_policy_after(self.state, self.step, last, self.samples,
+                                                                    self.frozen)
                 if self.state.due:
                     self.state = self.state.with_gradients(norms)
                 self._record_step(None)

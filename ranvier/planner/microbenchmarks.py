@@ -133,7 +133,7 @@ def _product(shape: tuple[int, int, int], number_format: Format) -> Callable[[],
 
 def _attention_flops(sizes: Sizes, number_format: Format, beside: float) -> tuple[float, float]:
     """FLOP/s of causal attention, forward and backward. beside: seconds of the passes in addition to the backward's
-    products (`Device.beside_attention_seconds`), per byte of the queries."""
+    products (`Device.attention_backward_overhead_seconds`), per byte of the queries."""
     sequences, heads, positions, width = sizes.attention
     query, key, value = (torch.randn(sizes.attention).to(DTYPES[number_format]).requires_grad_() for _ in range(3))
     attention = partial(functional.scaled_dot_product_attention, query, key, value, is_causal=True)

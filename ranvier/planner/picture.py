@@ -13,13 +13,13 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
 from ranvier.errors import ConfigError
-from ranvier.pictures.figures import COLOURS, clean, entitle, new_figure
+from ranvier.pictures.figures import COLOURS, new_figure, remove_frame, write_title
 from ranvier.planner.simulation import STEADY, Noise, Simulation, simulate_step
 from ranvier.schedule.computed_limits import StageLoad, computed_limits
 from ranvier.schedule.limits import Conditions
 from ranvier.schedule.policies import POLICIES
 from ranvier.schedule.schedule import Policy
-from ranvier.schedule.simulator import Simulated, StageTimes, Way
+from ranvier.schedule.simulator import EdgeTimes, Simulated, StageTimes
 from ranvier.schedule.spans import CATEGORIES
 from ranvier.system.atomic_file import write_problem
 
@@ -51,7 +51,8 @@ def draw_simulation(simulation: Simulation, path: Path) -> None:
     top, *below = figure.subplot_mosaic([["all"] * 3, ["depth", "limit", "jitter"]]).values()
     draw_actions(top, simulation.step.shown)
     run = simulation.run
-    entitle(top, f"{simulation.cluster.name}: {run.mesh}, {run.pipeline.policy}, a step of {simulation.seconds:.4g} s")
+    write_title(top,
+                f"{simulation.cluster.name}: {run.mesh}, {run.pipeline.policy}, a step of {simulation.seconds:.4g} s")
     stage = mean_stage([StageTimes(forward=row.forward_seconds, backward=row.backward_seconds,
                                    weight=row.weight_seconds) for row in simulation.cost.stages])
     pipe = max(2, run.mesh.pipeline_size)
@@ -78,7 +79,7 @@ def draw_actions(axes: Axes, shown: Simulated) -> None:
         "" if len(stages) == len(shown.actions) else f"; the first {len(stages)} of {len(shown.actions)} stages"))
     axes.legend(handles=[Patch(color=COLOURS[name], label=_LABELS[kind]) for kind, name in CATEGORIES.items()], ncols=3,
                 loc="lower right", bbox_to_anchor=(1.0, 1.0), borderaxespad=0.2, frameon=False)
-    clean(axes)
+    remove_frame(axes)
 
 
 def mean_stage(stages: Sequence[StageTimes]) -> StageTimes:
@@ -96,8 +97,8 @@ def bubble(stage: StageTimes, pipe: int, count: int, policy: Policy, *, in_fligh
     memory = max(1.0, (in_flight or pipe) / pipe)
     limits = computed_limits([load] * pipe, policy, memory=memory, in_flight=in_flight, num_microbatches=count,
                              conditions=Conditions(messages=hop / stage.forward, variation=noise.jitter))
-    way = Way(transfer=(0.0,) * (pipe - 1), latency=(hop,) * (pipe - 1))
-    return simulate_step([replace(stage, alive_bytes=_UNIT)] * pipe, count, policy, limits.in_flight, way=way,
+    edges = EdgeTimes(transfer=(0.0,) * (pipe - 1), latency=(hop,) * (pipe - 1))
+    return simulate_step([replace(stage, alive_bytes=_UNIT)] * pipe, count, policy, limits.in_flight, edges=edges,
                          noise=noise, alternating=limits.alternating, defer_last=limits.last,
                          defer_bytes=[waiting * _UNIT for waiting in limits.deferred]).bubble_fraction
 
@@ -123,7 +124,7 @@ def draw_bubbles(axes: Sequence[Axes], stage: StageTimes, pipe: int, count: int,
             axis.xaxis.set_major_locator(MaxNLocator(integer=True))
         axis.set_ylabel("bubble, %")
         axis.set_ylim(bottom=0)
-        clean(axis)
+        remove_frame(axis)
     legend = axes[2].legend(ncols=3, loc="lower right", bbox_to_anchor=(1.0, 1.0), borderaxespad=0.2, frameon=False)
     legend.set_in_layout(False)  # it is wider than its axes; the title of the first axes already leaves space for it
     axes[0].set_title(f"{count} microbatches; a message takes 0.1 of a forward", fontsize="medium", loc="left")

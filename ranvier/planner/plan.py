@@ -385,7 +385,7 @@ def simulation(run: ResolvedRun, cluster: Cluster, noise: Noise = STEADY, work: 
     pipeline = run_pipeline(run, cluster, work.stages(run), as_published=as_published)
     step = simulate_step(pipeline.times, pipeline.num_microbatches, policy_named(run.pipeline.policy),
                          pipeline.in_flight, replicas=run.mesh.num_replicas, stage_size=run.mesh.stage_size,
-                         way=pipeline.way, defer_bytes=pipeline.defer_bytes, noise=noise, cores=pipeline.at_once,
+                         edges=pipeline.edges, defer_bytes=pipeline.defer_bytes, noise=noise, cores=pipeline.at_once,
                          placement=run.placement, defer_last=pipeline.defer_last, max_stored=pipeline.max_stored,
                          alternating=pipeline.alternating)
     after = one.cost.seconds - one.cost.pipeline_seconds

@@ -14,10 +14,10 @@ from itertools import chain
 
 from ranvier.config.resolve import ResolvedRun
 from ranvier.config.run import Run
-from ranvier.cost.blocks import BlockCost, Same, Stages
+from ranvier.cost.blocks import BlockCost, ById, Stages
 from ranvier.cost.hardware import Cluster, Device
 from ranvier.cost.memory import segment_bytes
-from ranvier.cost.step import Cost, PipelineNumbers, StageWork, Step, least_seconds, step_cost, step_pipeline
+from ranvier.cost.step import Cost, PipelineNumbers, StageWork, Step, step_cost, step_lower_bound, step_pipeline
 from ranvier.models import families
 from ranvier.optim.rules import averages_of, rules_of, states_per_element, update_flops
 from ranvier.plan.block_costs import build_on_meta
@@ -74,15 +74,15 @@ def least_run_seconds(run: ResolvedRun, cluster: Cluster, sample: Step) -> tuple
     evenly divided. With several layers, or several microbatches in flight, `auto` recomputes every layer of a stage, so
     at most one layer of the model is computed only once. sample: from `sample_step`."""
     stages = (sample.stages[0], *(StageWork(blocks=()),) * (run.placement.num_stages - 1))
-    ideal = replace(cluster, device=_without_latency(Same(cluster.device)))
-    least, recomputing = least_seconds(replace(sample, run=run, stages=stages), ideal,
-                                       part=run.batch.microbatch_size / run.mesh.stage_size)
+    ideal = replace(cluster, device=_without_latency(ById(cluster.device)))
+    least, recomputing = step_lower_bound(replace(sample, run=run, stages=stages), ideal,
+                                          part=run.batch.microbatch_size / run.mesh.stage_size)
     several = run.placement.num_stages == 1 or min(run.num_microbatches, run.mesh.pipeline_size) > 1
     return least, recomputing if several else least
 
 
 @lru_cache(maxsize=64)
-def _without_latency(device: Same[Device]) -> Device:
+def _without_latency(device: ById[Device]) -> Device:
     """A device whose kernels take only the time of their operations at the full rate."""
     return replace(device.it, multiprocessors=None, memory_bandwidth=1e24, memory_share=1.0,
                    reduction_share=None, operation_seconds=0.0)
@@ -204,7 +204,7 @@ def least_bytes_of_any_cut(run: ResolvedRun, sample: Sequence[BlockCost]) -> flo
     share = run.batch.microbatch_size / mesh.stage_size
     in_flight = mesh.pipeline_size if run.pipeline.in_flight == "auto" else run.pipeline.in_flight
     most = min(run.num_microbatches, in_flight) if run.placement.per_rank == 1 else 1
-    kinds, kind_of = _kinds(Same(sample), str(run.memory.recompute))
+    kinds, kind_of = _kinds(ById(sample), str(run.memory.recompute))
     needs = [(of_each * owned, share * kept) for owned, kept in kinds]
     stored = Counter(min(most, mesh.pipeline_size - rank) for rank in range(mesh.pipeline_size))
 
@@ -218,7 +218,7 @@ def least_bytes_of_any_cut(run: ResolvedRun, sample: Sequence[BlockCost]) -> flo
 
 
 @lru_cache(maxsize=64)
-def _kinds(sample: Same[Sequence[BlockCost]], recompute: str) -> tuple[tuple[tuple[int, int], ...], tuple[int, ...]]:
+def _kinds(sample: ById[Sequence[BlockCost]], recompute: str) -> tuple[tuple[tuple[int, int], ...], tuple[int, ...]]:
     """(parameters, kept bytes) of each kind of block; and the kind of each block."""
     kinds: dict[tuple[int, int], int] = {}
     kind_of = []

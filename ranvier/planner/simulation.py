@@ -23,7 +23,7 @@ from ranvier.cost.memory import RankMemory
 from ranvier.cost.step import Cost
 from ranvier.mesh import StagePlacement
 from ranvier.schedule.schedule import Action, Policy
-from ranvier.schedule.simulator import DIRECT, Simulated, StageTimes, Way, simulate
+from ranvier.schedule.simulator import DIRECT, EdgeTimes, Simulated, StageTimes, simulate
 
 _NORMAL = NormalDist()
 SAMPLED = 48
@@ -88,7 +88,7 @@ class Simulation:
 
 
 def simulate_step(stages: Sequence[StageTimes], num_microbatches: int, policy: Policy, in_flight: int, *,
-                  replicas: int = 1, stage_size: int = 1, way: Way = DIRECT,
+                  replicas: int = 1, stage_size: int = 1, edges: EdgeTimes = DIRECT,
                   defer_bytes: int | Sequence[int] | Literal["auto"] = "auto", noise: Noise = STEADY,
                   sampled: int = SAMPLED, cores: int | None = None, placement: StagePlacement | None = None,
                   defer_last: int | None = None, max_stored: int | None = None, alternating: bool = False
@@ -100,7 +100,7 @@ def simulate_step(stages: Sequence[StageTimes], num_microbatches: int, policy: P
     count = num_microbatches if noise.is_none else min(num_microbatches, max(_LONG, 8 * len(stages)))
 
     def run(replica: int, count: int = count) -> Simulated:
-        return simulate(stages, count, policy, in_flight, hop=way.hop, transfer=way.busy,
+        return simulate(stages, count, policy, in_flight, hop=edges.hop, transfer=edges.busy,
                         defer_bytes=defer_bytes, cores=cores, placement=placement, defer_last=defer_last,
                         max_stored=max_stored, alternating=alternating, jitter=_factor(noise, replica, stage_size))
 

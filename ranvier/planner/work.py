@@ -13,7 +13,7 @@ from torch import nn
 from ranvier.block import Model, freeze
 from ranvier.config.resolve import ResolvedRun
 from ranvier.config.rules import check_boundaries
-from ranvier.cost.blocks import BlockCost, Repeated, Same, selectively
+from ranvier.cost.blocks import BlockCost, ById, Repeated, selectively
 from ranvier.cost.device_overhead import usable_bytes
 from ranvier.cost.hardware import Cluster
 from ranvier.cost.kernels import Kernels, extrapolate
@@ -82,7 +82,7 @@ class Work:
     def memory(self, run: ResolvedRun, frozen: int = 0, *, cluster: Cluster | None = None) -> tuple[RankMemory, ...]:
         """Memory as predicted by `ranvier check`, with the blocks that are already counted. cluster: as for
         `conditions_of`."""
-        key = run, frozen, Same(cluster)
+        key = run, frozen, ById(cluster)
         if key not in self._memories:
             self._memories[key] = self._memory(run, frozen, cluster)
         return self._memories[key]

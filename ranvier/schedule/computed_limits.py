@@ -350,27 +350,28 @@ def _candidates(case: _Case, budget: float, given: int | None) -> list[_Candidat
     is_fine = case.placement.num_stages <= several * _MAX_FINE_STAGES
     flights = [given] if given is not None else range(
         pipe, 2 * pipe + 1, max(1, pipe // 4)) if is_fine else range(several * pipe, pipe - 1, -max(1, pipe // 2))
-    has_room = case.placement.per_rank > 1 and isinstance(case.policy, MessageDriven)
+    tries_limits = case.placement.per_rank > 1 and isinstance(case.policy, MessageDriven)
     found, plain, (waits, last_waits) = list[_Candidate](), list[_Candidate](), case.deferral_candidates(2 * pipe)
     for in_flight in flights:
         if not is_fine and any(each.needs <= cap for each in found):
             break
-        for max_stored in _rooms(case, in_flight, cap)[:None if is_fine else 1] if has_room else [None]:
+        for max_stored in _max_stored_candidates(case, in_flight,
+                                                 cap)[:None if is_fine else 1] if tries_limits else [None]:
             if max_stored is not None:
                 waits, last_waits = case.deferral_candidates(max_stored)
             for waiting, last in waits:
                 limits = Limits(in_flight=in_flight, deferred=(waiting,) * pipe, last=last, max_stored=max_stored)
-                found += _on_the_way(case, limits, cap)
+                found += _candidates_down_to_cap(case, limits, cap)
                 plain.append(found[-1])
     fastest = min([each for each in plain if each.needs <= cap] or plain, key=lambda each: each.seconds).limits
     if fastest.max_stored is not None:
         _, last_waits = case.deferral_candidates(fastest.max_stored)
     for waiting, last in last_waits:
-        found += _on_the_way(case, replace(fastest, deferred=(waiting,) * pipe, last=last), cap)
+        found += _candidates_down_to_cap(case, replace(fastest, deferred=(waiting,) * pipe, last=last), cap)
     return found
 
 
-def _on_the_way(case: _Case, limits: Limits, cap: float) -> list[_Candidate]:
+def _candidates_down_to_cap(case: _Case, limits: Limits, cap: float) -> list[_Candidate]:
     """Candidates from these limits down to `cap` bytes, with fewer and fewer products that wait; for several stages
     with bounded memory, only these limits."""
     found = list[_Candidate]()
@@ -390,7 +391,7 @@ def _on_the_way(case: _Case, limits: Limits, cap: float) -> list[_Candidate]:
     return found
 
 
-def _rooms(case: _Case, in_flight: int, cap: float) -> range:
+def _max_stored_candidates(case: _Case, in_flight: int, cap: float) -> range:
     """Values of `max_stored`, from what the budget's memory holds (at most 2 microbatches per stage of the pipeline)
     down to what an even flow needs, with which nothing could run early. Up to 2 p in flight of few microbatches, too:
     the flow's intervals are theirs."""

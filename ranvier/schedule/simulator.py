@@ -69,7 +69,7 @@ State = tuple[int, ...]
 """State of a rank, for each of its stages in turn: microbatches between forward and return, and queued products."""
 
 
-class Held(NamedTuple):
+class RankPeak(NamedTuple):
     """Peak bytes of a rank: kept between forward and return, kept alive by deferred products, and of both together; and
     for each stage, at that last peak, the microbatches between forward and return, and the products."""
 
@@ -79,7 +79,7 @@ class Held(NamedTuple):
     at_most_alive: tuple[tuple[int, int], ...]
 
 
-def most_held(states: Sequence[State], kept_bytes: Sequence[float], product_bytes: Sequence[int]) -> Held:
+def rank_peaks(states: Sequence[State], kept_bytes: Sequence[float], product_bytes: Sequence[int]) -> RankPeak:
     """Peaks of a rank with these bytes for each microbatch and each product on its stages. states: in the order in
     which they occurred."""
     kept = [sum(map(mul, kept_bytes, state[::2])) for state in states]
@@ -87,7 +87,8 @@ def most_held(states: Sequence[State], kept_bytes: Sequence[float], product_byte
     alive = list(map(add, kept, queued))
     most = max(alive, default=0.0)
     state = states[alive.index(most)] if most else (0, 0) * len(kept_bytes)
-    return Held(max(kept, default=0.0), max(queued, default=0), most, tuple(zip(state[::2], state[1::2], strict=True)))
+    return RankPeak(max(kept, default=0.0), max(queued, default=0), most,
+                    tuple(zip(state[::2], state[1::2], strict=True)))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,10 +105,10 @@ class Simulated:
     placement: StagePlacement
 
     @cached_property
-    def held(self) -> tuple[Held, ...]:
+    def held(self) -> tuple[RankPeak, ...]:
         """Peak bytes of each rank."""
-        return tuple(most_held(states, [self.stages[stage].kept_bytes for stage in held],
-                               [self.stages[stage].product_bytes for stage in held])
+        return tuple(rank_peaks(states, [self.stages[stage].kept_bytes for stage in held],
+                                [self.stages[stage].product_bytes for stage in held])
                      for rank, states in enumerate(self.states) for held in [self.placement.stages_of(rank)])
 
     @property
@@ -254,7 +255,7 @@ def simulate(stages: Sequence[StageTimes], num_microbatches: int, policy: Policy
                      placement=placement)
 
 
-# --- a batch's passage ------------------------------------------------------------------------------------------------
+# --- the time of a batch ----------------------------------------------------------------------------------------------
 
 # Time that one batch takes to pass through a pipeline: a lower bound in closed form, and the engine's schedule.
 #
@@ -271,7 +272,7 @@ def simulate(stages: Sequence[StageTimes], num_microbatches: int, policy: Policy
 
 
 @dataclass(frozen=True, kw_only=True)
-class Way:
+class EdgeTimes:
     """The edges of a pipeline: seconds for which a message keeps edge i (between stages i and i + 1) busy, and seconds
     until it arrives after that."""
 
@@ -292,22 +293,23 @@ class Way:
         return 2 * (sum(self.transfer) + sum(self.latency))
 
 
-DIRECT = Way()
+DIRECT = EdgeTimes()
 """Messages take no time."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Passage:
+class BatchTime:
     """Predicted time of a batch. bubble_fraction: share of all stages' time in which they do nothing."""
 
     seconds: float
     bubble_fraction: float
 
 
-def passage(stages: Sequence[StageTimes], num_microbatches: int, policy: Policy, in_flight: int, *, way: Way = DIRECT,
-            defer_bytes: int | Sequence[int] | Literal["auto"] = "auto", exact: bool = True,
-            cores: int | None = None, placement: StagePlacement | None = None, defer_last: int | None = None,
-            max_stored: int | None = None, alternating: bool = False) -> Passage:
+def predict_batch_time(stages: Sequence[StageTimes], num_microbatches: int, policy: Policy, in_flight: int, *,
+                       edges: EdgeTimes = DIRECT, defer_bytes: int | Sequence[int] | Literal["auto"] = "auto",
+                       exact: bool = True, cores: int | None = None, placement: StagePlacement | None = None,
+                       defer_last: int | None = None, max_stored: int | None = None, alternating: bool = False
+                       ) -> BatchTime:
     """Predict the time of one batch of equal microbatches. exact: simulate; otherwise the closed form, which takes
     microseconds; with several stages on each rank it is a lower bound. cores: number of ranks that may compute at the
     same time, in a simulation. placement, defer_last, max_stored, alternating: as for `simulate`."""
@@ -316,21 +318,21 @@ def passage(stages: Sequence[StageTimes], num_microbatches: int, policy: Policy,
     placement = placement or StagePlacement(num_ranks=len(stages))
     busy = num_microbatches * sum(each)
     if exact and len(stages) > 1:
-        run = partial(simulate, stages, policy=policy, in_flight=limit, hop=way.hop, transfer=way.busy,
+        run = partial(simulate, stages, policy=policy, in_flight=limit, hop=edges.hop, transfer=edges.busy,
                       defer_bytes=defer_bytes, cores=cores, placement=placement, defer_last=defer_last,
                       max_stored=max_stored, alternating=alternating)
-        seconds, busy = _extrapolate(run, num_microbatches, *_enough(len(stages), limit))
+        seconds, busy = _extrapolate(run, num_microbatches, *_steady_counts(len(stages), limit))
     elif placement.per_rank > 1:
-        seconds = never_resting(stages, num_microbatches, placement)
+        seconds = lower_bound_by_rank(stages, num_microbatches, placement)
     else:
-        seconds = closed_form(each, num_microbatches, limit, way)
+        seconds = closed_form(each, num_microbatches, limit, edges)
         if policy.defers and defer_bytes and len(stages) > 1:
-            seconds = min(seconds, _deferring(stages, each, num_microbatches, limit, way))
+            seconds = min(seconds, _deferring(stages, each, num_microbatches, limit, edges))
     idle = max(0.0, 1.0 - busy / (seconds * placement.num_ranks)) if seconds else 0.0
-    return Passage(seconds=seconds, bubble_fraction=idle)
+    return BatchTime(seconds=seconds, bubble_fraction=idle)
 
 
-def never_resting(stages: Sequence[StageTimes], num_microbatches: int, placement: StagePlacement) -> float:
+def lower_bound_by_rank(stages: Sequence[StageTimes], num_microbatches: int, placement: StagePlacement) -> float:
     """Lower bound of a batch's time: each rank begins after the forwards of the stages before its first one, has work
     from then on, and if no weight gradient waits, their backwards follow its own."""
     begins = list(accumulate((stage.forward for stage in stages), initial=0.0))
@@ -344,29 +346,29 @@ def never_resting(stages: Sequence[StageTimes], num_microbatches: int, placement
     return max(found)
 
 
-def _deferring(stages: Sequence[StageTimes], each: Sequence[float], num_microbatches: int, in_flight: int, way: Way
-                ) -> float:
+def _deferring(stages: Sequence[StageTimes], each: Sequence[float], num_microbatches: int, in_flight: int,
+               edges: EdgeTimes) -> float:
     """The closed form if weight gradients may wait."""
     waits = [stage.weight - stage.longer_backward if stage.trains else 0.0 for stage in stages]
     others = [total - wait for total, wait in zip(each, waits, strict=True)]
     begins = accumulate((stage.forward for stage in stages), initial=0.0)
-    hops = accumulate((latency + transfer for latency, transfer in zip(way.latency, way.transfer, strict=True)),
-                      initial=0.0) if way.latency else repeat(0.0)
-    return max(closed_form(others, num_microbatches, in_flight, way) + waits[0],
+    hops = accumulate((latency + transfer for latency, transfer in zip(edges.latency, edges.transfer, strict=True)),
+                      initial=0.0) if edges.latency else repeat(0.0)
+    return max(closed_form(others, num_microbatches, in_flight, edges) + waits[0],
                *(begin + hop + num_microbatches * total for begin, hop, total in zip(begins, hops, each, strict=False)))
 
 
-def closed_form(each: Sequence[float], num_microbatches: int, in_flight: int, way: Way = DIRECT) -> float:
+def closed_form(each: Sequence[float], num_microbatches: int, in_flight: int, edges: EdgeTimes = DIRECT) -> float:
     """Lower bound of the seconds, from each stage's seconds for one microbatch: a stage waits for the forwards before
     it, runs all microbatches, and is followed by the backwards of the stages before it; an edge carries all
     messages."""
-    trips = [2 * (latency + transfer) for latency, transfer in zip(way.latency, way.transfer, strict=True)]
+    trips = [2 * (latency + transfer) for latency, transfer in zip(edges.latency, edges.transfer, strict=True)]
     before: list[float] = list(accumulate(map(add, each, trips or repeat(0.0)), initial=0.0))
-    once = sum(each) + way.round_trip
+    once = sum(each) + edges.round_trip
 
     def passes(count: int) -> float:
         busy = max(first + count * seconds for first, seconds in zip(before, each, strict=False))
-        return max(busy, once + (count - 1) * max(way.transfer, default=0.0))
+        return max(busy, once + (count - 1) * max(edges.transfer, default=0.0))
 
     rounds, rest = divmod(num_microbatches - 1, in_flight)  # one begins when the one `in_flight` before it has returned
     return max(passes(num_microbatches), rounds * once + passes(rest + 1))
@@ -374,7 +376,7 @@ def closed_form(each: Sequence[float], num_microbatches: int, in_flight: int, wa
 
 def _extrapolate(run: Callable[[int], Simulated], num_microbatches: int, full: int, more: int) -> tuple[float, float]:
     """Seconds of the batch, and busy seconds summed over ranks. run: simulates a number of microbatches. full, more:
-    results of `_enough`."""
+    results of `_steady_counts`."""
     def measured(count: int) -> tuple[float, float]:
         made = run(count)
         return made.seconds, sum(stop - start for rank in made.actions for _, start, stop in rank)
@@ -386,7 +388,7 @@ def _extrapolate(run: Callable[[int], Simulated], num_microbatches: int, full: i
     return first[0] + times * (longer[0] - first[0]), first[1] + times * (longer[1] - first[1])
 
 
-def _enough(num_stages: int, in_flight: int) -> tuple[int, int]:
+def _steady_counts(num_stages: int, in_flight: int) -> tuple[int, int]:
     """Number of microbatches after which each further one takes the same time, and number over which that time is
     measured: a multiple of the period in which a full pipeline repeats itself; uneven stages of a short pipeline need
     more."""

@@ -11,7 +11,7 @@ from typing import TypeVar
 _Result = TypeVar("_Result")
 
 
-def fulfil(future: Future[_Result], function: Callable[[], _Result]) -> None:
+def set_result(future: Future[_Result], function: Callable[[], _Result]) -> None:
     """Give `future` what `function()` returns or raises."""
     try:
         future.set_result(function())
@@ -24,5 +24,5 @@ def fulfil(future: Future[_Result], function: Callable[[], _Result]) -> None:
 def in_background(function: Callable[[], _Result], name: str) -> Future[_Result]:
     """Call `function` on a daemon thread of this name. Raises RuntimeError while the interpreter shuts down."""
     future: Future[_Result] = Future()
-    threading.Thread(target=fulfil, args=(future, function), name=name, daemon=True).start()
+    threading.Thread(target=set_result, args=(future, function), name=name, daemon=True).start()
     return future

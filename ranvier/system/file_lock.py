@@ -32,7 +32,7 @@ _LONG_POLL_SECONDS = 0.2
 _MOST_BYTES = 4096
 
 
-class StillLockError(Exception):
+class StaleLockError(Exception):
     """The holder of a lock has no heartbeat. holder: None if the file does not name it."""
 
     def __init__(self, holder: Owner | None, seconds: float) -> None:
@@ -49,7 +49,7 @@ def file_lock(path: Path, *, on_wait: Callable[[Owner | None], None], on_no_lock
         on_wait: called once with the holder, if the lock is not available soon.
         on_no_locks: called if the file system has no locks; then several processes may hold it.
 
-    Raises OSError if the file cannot be opened; StillLockError if the holder's heartbeat stops.
+    Raises OSError if the file cannot be opened; StaleLockError if the holder's heartbeat stops.
     """
     handle = open_lock(path)
     ended = threading.Event()
@@ -112,7 +112,7 @@ def _acquire(handle: int, on_wait: Callable[[Owner | None], None], on_no_locks: 
         if content != seen:
             seen, seen_at = content, now
         if now - seen_at >= EXPIRY_SECONDS:
-            raise StillLockError(owner_in(seen), now - seen_at)
+            raise StaleLockError(owner_in(seen), now - seen_at)
         if now - began >= _SOON_SECONDS and not is_told:
             is_told = True
             on_wait(owner_in(seen))

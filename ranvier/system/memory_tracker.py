@@ -184,7 +184,7 @@ def free_bytes(device: torch.device) -> int:
     return torch.cuda.mem_get_info(device)[0] + cached
 
 
-def give_back(device: torch.device) -> None:
+def release_cached_memory(device: torch.device) -> None:
     """Return memory that torch's allocator keeps of freed tensors to the driver of a CUDA device, from which
     communicators and other libraries allocate."""
     if device.type == "cuda" and torch.cuda.is_initialized():
@@ -194,7 +194,7 @@ def give_back(device: torch.device) -> None:
 def forget_trials(device: torch.device) -> None:
     """Release memory that was used only for measurements on a device, and reset peaks, so that neither counts for the
     run."""
-    give_back(device)
+    release_cached_memory(device)
     if device.type == "cuda" and torch.cuda.is_initialized():
         torch.cuda.reset_peak_memory_stats(device)
 

@@ -116,7 +116,7 @@ def wrap_text(text: str, width: int, indent: int | None = None) -> str:
     return "\n".join(broken(line) for line in text.split("\n"))
 
 
-def prose(text: str, stream: TextIO, indent: int | None = None) -> str:
+def wrap_lines(text: str, stream: TextIO, indent: int | None = None) -> str:
     """Wrap sentences for `stream` by `wrap_text` to the width of a terminal, or to COLUMNS; unchanged for files and
     pipes."""
     return wrap_text(text, terminal_width(), indent) if stream.isatty() or os.environ.get("COLUMNS") else text
@@ -225,6 +225,7 @@ class Screen:
 
     def print(self, what: str | TextTable = "", style: str | None = None) -> None:
         """Print a sentence, or lines of them, or a table. style: of a sentence, in rich's notation."""
-        lines = what.lines(terminal_width()) if isinstance(what, TextTable) else [(prose(what, self._stream), style)]
+        lines = what.lines(terminal_width()) if isinstance(what, TextTable) else [(wrap_lines(what, self._stream),
+                                                                                   style)]
         for line, its_style in lines:
             self._console.print(line, style=its_style, soft_wrap=True)

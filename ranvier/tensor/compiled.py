@@ -39,7 +39,7 @@ from ranvier.system.compilation import watch
 from ranvier.tensor import float8
 from ranvier.tensor.autograd import Function
 from ranvier.tensor.deferred_linear import DeferringForwards, add_gradients, is_deferrable
-from ranvier.tensor.remembered import Remembered
+from ranvier.tensor.state_snapshot import StateSnapshot
 from ranvier.tensor.weight_gradients import WeightGradients
 
 Backend = str | Callable[..., Any]
@@ -352,7 +352,7 @@ def _restore_block(block: nn.Module) -> Iterator[None]:
     """Inside, a forward on fake tensors leaves the block's modules as they were: its assignments are undone afterwards,
     and its writes to buffers (operations without fake tensors are real) go to copies."""
     modules = list(block.modules())
-    then, before = Remembered(modules), [(module, dict(module._buffers)) for module in modules]
+    then, before = StateSnapshot(modules), [(module, dict(module._buffers)) for module in modules]
     copies = {id(buffer): buffer.clone() for _, buffers in before for buffer in buffers.values() if buffer is not None}
     for module, buffers in before:
         module._buffers.update({name: None if buffer is None else copies[id(buffer)]
@@ -363,7 +363,7 @@ def _restore_block(block: nn.Module) -> Iterator[None]:
         for module, buffers in before:
             module._buffers.clear()
             module._buffers.update(buffers)
-        then.give_back()
+        then.restore()
 
 
 def _tensors(block: nn.Module) -> dict[Tensor, int]:

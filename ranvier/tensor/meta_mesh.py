@@ -30,7 +30,7 @@ _Length = tuple[int, ...]
 _Kind = tuple[_Length, _Length, _Length, int]
 
 
-class Repeats(Protocol):
+class RepeatCounter(Protocol):
     """Counts operations."""
 
     def sums(self) -> _Sums:
@@ -40,15 +40,15 @@ class Repeats(Protocol):
         """Count again what was counted between these two sums."""
 
 
-class Uncounted:
+class NoCounter:
     """Counts nothing."""
 
     def sums(self) -> _Sums:
-        """See `Repeats`."""
+        """See `RepeatCounter`."""
         return ()
 
     def repeat(self, before: _Sums, after: _Sums) -> None:
-        """See `Repeats`."""
+        """See `RepeatCounter`."""
 
 
 class _MetaWorkspace(Workspace):
@@ -64,11 +64,11 @@ class MetaMesh(TensorMesh):
     """A tensor mesh without peers."""
 
     workspace_kind = _MetaWorkspace
-    _count: Repeats | None = None
+    _count: RepeatCounter | None = None
     _only_equal = False
 
     @contextmanager
-    def like_panels_once(self, count: Repeats, *, only_equal: bool = False) -> Iterator[None]:
+    def like_panels_once(self, count: RepeatCounter, *, only_equal: bool = False) -> Iterator[None]:
         """Inside, equal panels run once, and `count` repeats the others. only_equal: only if all have one length."""
         before = self._count, self._only_equal
         self._count, self._only_equal = count, only_equal
@@ -89,7 +89,7 @@ class MetaMesh(TensorMesh):
 
 
 @contextmanager
-def like_panels_once(module: nn.Module, count: Repeats) -> Iterator[None]:
+def like_panels_once(module: nn.Module, count: RepeatCounter) -> Iterator[None]:
     """Inside, equal panels of the products of a block on meta meshes run once, and `count` repeats the others."""
     meshes = {mesh for layer in module.modules() if isinstance(mesh := getattr(layer, "mesh", None), MetaMesh)}
     with ExitStack() as inside:
@@ -131,7 +131,7 @@ def _gap(lengths: tuple[_Length, ...]) -> _Gap | None:
 class _WithoutGap(Sequence[Panel]):
     """Panels without those of a gap."""
 
-    def __init__(self, panels: Sequence[Panel], gap: _Gap, count: Repeats) -> None:
+    def __init__(self, panels: Sequence[Panel], gap: _Gap, count: RepeatCounter) -> None:
         self._panels, self._gap, self._count = [*panels[:gap.start], *panels[gap.stop:]], gap, count
 
     def __len__(self) -> int:

@@ -190,7 +190,7 @@ class _Bundle:
         self._ends = [0]
         self._work: Work | None = None
 
-    def has_room(self, size: int, dtype: torch.dtype) -> bool:
+    def fits(self, size: int, dtype: torch.dtype) -> bool:
         """Whether a sum of `size` elements of this dtype may still be added."""
         return self._work is None and dtype is self.dtype and self._ends[-1] + size <= self._limit
 
@@ -244,7 +244,7 @@ class GradientSums:
         """Memory for the partial sums [rows, *shape] of a weight's gradient, and for their sum."""
         size = prod(shape)
         if 2 * size <= self._limit:
-            if self._open is None or not self._open.has_room(size, like.dtype):
+            if self._open is None or not self._open.fits(size, like.dtype):
                 self._open = self._next_bundle(like)
             return self._open.place(shape)
         number, workspace = self.next_buffer(), self._workspace

@@ -33,7 +33,7 @@ def quantized_bytes(elements: int, weight_format: str, dtype: torch.dtype) -> in
     return elements // _PER_BYTE[weight_format] + elements // BLOCK * dtype.itemsize
 
 
-def values_bytes(elements: int, weight_format: str, dtype: torch.dtype) -> int:
+def dequantization_bytes(elements: int, weight_format: str, dtype: torch.dtype) -> int:
     """Peak bytes of dequantizing this number of elements: int8 values are in fp32 before they are in half precision,
     and the scales of nf4 always."""
     wide = torch.promote_types(dtype, torch.float32)

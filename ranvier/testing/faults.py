@@ -7,8 +7,8 @@ The command with faults is `python -m ranvier.cli.faults`.
 A fault belongs to one rank and is triggered once (slow stays from then on). Its trigger is that rank's N-th `call` (a
 message that it sends or a collective that it starts; their order is the same in every run, unlike that of polls and
 waits), the N-th `message` that it sends, or a number of `seconds` after the start. `of` restricts what is counted:
-`of=state` and `of=order` count only messages of that kind, `of=transition` counts from the first transition to another
-mesh.
+`of=state` and `of=command` count only messages of that kind, `of=transition` counts from the first transition to
+another mesh.
 
     kind        effect                                                                  parameters
     kill        SIGKILL: the process ends immediately
@@ -51,7 +51,7 @@ KINDS: tuple[FaultKind, ...] = get_args(FaultKind)
 _OF_MESSAGES = ("delay", "drop", "corrupt")
 _OF_PROCESSES = ("kill", "stop", "disk")
 _TRIGGERS = ("call", "message", "seconds")
-_SCOPES = ("state", "order", "transition")
+_SCOPES = ("state", "command", "transition")
 _UNAVAILABLE_BYTES = 1 << 60
 _REMEDY = (f"Write KIND:rank=R,call=N (or message=N, or seconds=T), where KIND is one of {', '.join(KINDS)}, for "
            "example kill:rank=1,call=200 or slow:rank=1,call=200,for=0.1.")
@@ -63,7 +63,7 @@ class Fault:
 
     call, message, seconds: its trigger; exactly one of them. Calls and messages count from 1, seconds from `faulty`.
     for_seconds: duration of a delay (for slow: of each one), or of a full disk, which otherwise stays full.
-    of: what the trigger counts: "state" or "order" messages only, or everything since the first "transition".
+    of: what the trigger counts: "state" or "command" messages only, or everything since the first "transition".
     bit: index of the flipped bit in the tensors' bytes, modulo their number.
     limit_bytes: size beyond which files cannot grow; smaller ones, such as a log, can still be written.
     """
@@ -85,7 +85,7 @@ class Fault:
             raise _invalid("needs exactly one of call, message and seconds", self)
         if self.of not in (None, *_SCOPES):
             raise _invalid(f"of must be one of {', '.join(_SCOPES)}", self)
-        if self.of in ("state", "order") and self.message is None:
+        if self.of in ("state", "command") and self.message is None:
             raise _invalid(f"of={self.of} needs message=", self)
         for name, least in (("rank", 0), ("call", 1), ("message", 1), ("seconds", 0), ("for_seconds", 0), ("bit", 0),
                             ("limit_bytes", 0)):

@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 from ranvier.arguments import check_arguments
 from ranvier.config.run import Positive
-from ranvier.elastic.freezing import Facts, FreezePolicy, FrozenLayers, Remembers, decide
+from ranvier.elastic.freezing import Facts, FreezePolicy, FrozenLayers, StatefulPolicy, decide
 
 
 def check_freeze_policy(make: Callable[[], FreezePolicy], *, cases: Positive = 100, seed: int = 0) -> None:
@@ -57,13 +57,13 @@ def _facts(choose: random.Random, evaluation: int, frozen: FrozenLayers, layers:
 
 def _restore(policy: FreezePolicy, make: Callable[[], FreezePolicy], text: str) -> FreezePolicy | None:
     """A fresh policy with the state of this one; None if policies keep no state."""
-    if not isinstance(policy, Remembers):
+    if not isinstance(policy, StatefulPolicy):
         return None
     try:
         state = json.loads(json.dumps(policy.state_dict()))
     except (TypeError, ValueError) as error:
         raise AssertionError(f"{text}: state_dict is not serialisable as JSON: {error}") from error
     fresh = make()
-    assert isinstance(fresh, Remembers)
+    assert isinstance(fresh, StatefulPolicy)
     fresh.load_state_dict(state)
     return fresh

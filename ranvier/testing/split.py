@@ -27,7 +27,16 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from ranvier import keyed_random
 from ranvier.arguments import check_arguments
-from ranvier.block import Loss, Model, State, as_model, as_named_tensors, beside_modules, from_named_tensors, initialise
+from ranvier.block import (
+    Loss,
+    Model,
+    State,
+    as_model,
+    as_named_tensors,
+    contents_besides_modules,
+    from_named_tensors,
+    initialise,
+)
 from ranvier.config.named_object import call_named
 from ranvier.config.run import TensorParallel
 from ranvier.errors import ConfigError, DivisibilityError, ModelError
@@ -121,7 +130,7 @@ def check_split(model: Model | nn.Module | Sequence[nn.Module], sample: Sample,
     check_arguments(check_split, locals(), but=("model", "sample"))
     has_loss = loss is not None or isinstance(model, Model)
     blocks: Any = model  # as_model checks what it is
-    if isinstance(model, nn.Module) and beside_modules(model):
+    if isinstance(model, nn.Module) and contents_besides_modules(model):
         blocks = {"block": model}
     whole = _prepare(as_model(blocks, None if isinstance(model, Model) else loss or _no_loss))
     batch = _to_double(sample if isinstance(sample, Microbatch) else Microbatch(*sample) if isinstance(sample, tuple)

@@ -136,7 +136,7 @@ class Caching:
         if self._cache is not None and self._runtime.engine.cached_blocks:
             self._cache.prefetch([*loader.samples(step), *(loader.samples(step + 1) if more else ())])
 
-    def look_again(self) -> None:
+    def check_weights(self) -> None:
         """Check the weights after an epoch: this notices changes that torch's version counters do not count."""
         if self._cache is not None and self._runtime.engine.cached_blocks:
             self._cache.check_weights()
@@ -161,7 +161,7 @@ class Caching:
         state = self._open_cache.forward(samples, inputs, compute)
         self._seen += 1
         if self._seen == _TRIAL_BATCHES and self._run.elastic.cache_from == "auto":
-            self._judge(samples)
+            self._keep_if_faster(samples)
         return state
 
     def _check(self, inputs: State, compute: Compute) -> bool:
@@ -178,7 +178,7 @@ class Caching:
         engine.use_cache(None, 0)
         return False
 
-    def _judge(self, samples: Tensor) -> None:
+    def _keep_if_faster(self, samples: Tensor) -> None:
         """Keep the cache only if reading is faster than computing. If it is not, layers are computed from now on; if
         outputs of fewer layers are cached, only the layers above are computed, and their outputs are not kept."""
         times = self._open_cache.times(samples)

@@ -23,7 +23,7 @@ _LAST_WRITE_SECONDS = 1.0
 """Longest wait for a checkpoint that is being written when a rank is lost: that rank may have written its part."""
 
 
-def consider(session: Session, save: bool = False) -> None:
+def change_if_needed(session: Session, save: bool = False) -> None:
     """Freeze layers or move to another mesh if the policy, the planner or a request says so. save: a checkpoint of this
     step is due; it contains the decision, since a run that resumes from it does not decide again."""
     session.publish()
@@ -49,7 +49,7 @@ def change_mesh(session: Session, change: Change, save: bool = False) -> None:
     session.publish()
     active = session.active
     active.saving.finish()
-    session.tell_of_checkpoints()
+    session.report_checkpoints()
     command = ChangeMesh(change=change, state=session.state(), save=save,
                          block_times=active.limits.block_times(active.runtime, active.meter.busy))
     session.members.commands.send(command, first=session.run.mesh.size)
@@ -142,7 +142,7 @@ def survive(session: Session, error: TransportError) -> None:
             # 4. Each survivor continues with its own copy of that state.
             session.advance(command, back_to=survival.steps.state_after(session.done))
             if isinstance(session.place, Active) and elastic.state.needs_decision and session.steps_left:
-                consider(session)
+                change_if_needed(session)
             return
         except TransportError as another:  # from another loss, or from the end of the run
             error = another

@@ -76,7 +76,7 @@ class CommandChannel:
 
     def __init__(self, world: World) -> None:
         self._world = world
-        self._transport = world.backend.transport("orders", on_host=True)
+        self._transport = world.backend.transport("commands", on_host=True)
         others = list(range(1, world.size)) if world.rank == 0 else []
         self._transport.connect([0] if world.rank else [], others, _CAPACITY_BYTES)
 
@@ -87,7 +87,7 @@ class CommandChannel:
         text = json.dumps([type(command).__name__, asdict(command)])
         data = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
         for rank in range(first, self._world.size):
-            self._transport.send(rank, Message(MessageKind.ORDER, 0, 0, {"": data, "checksum": checksum(data)}))
+            self._transport.send(rank, Message(MessageKind.COMMAND, 0, 0, {"": data, "checksum": checksum(data)}))
         self._transport.progress()
 
     def close(self) -> None:
@@ -105,7 +105,7 @@ class CommandChannel:
             message = self._next(timeout_seconds)
         finally:
             board.close()
-        if message.kind is not MessageKind.ORDER:
+        if message.kind is not MessageKind.COMMAND:
             raise TransportError("is not a command", code="not-a-command", where=f"message from rank {message.source}",
                                  value=str(message), remedy="Give all ranks one version of Ranvier.")
         data = message.tensors[""].cpu()

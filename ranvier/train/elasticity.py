@@ -36,7 +36,7 @@ from ranvier.train.runtime import RankRuntime
 
 
 class Elasticity:
-    """Only `decide`, `restore` and `saw_gradients` are collective.
+    """Only `decide`, `restore` and `record_gradients` are collective.
 
     tell: receives events. policy: replaces the one that `run.elastic.freeze` names.
     """
@@ -59,12 +59,12 @@ class Elasticity:
         """The run starts or resumes after `step`."""
         self.state = self.controller.begin(self.state, step, frozen, len(engine.layers))
 
-    def asks_after(self, step: int, before: int, after: int, frozen: FrozenLayers) -> bool:
+    def evaluates_policy_after(self, step: int, before: int, after: int, frozen: FrozenLayers) -> bool:
         """Whether the policy is evaluated after `step`, which takes the data from sample `before` to `after`."""
-        self.state = self.controller.asks_after(self.state, step, before, after, frozen)
+        self.state = self.controller.evaluates_policy_after(self.state, step, before, after, frozen)
         return self.state.due
 
-    def saw_gradients(self, engine: Engine) -> None:
+    def record_gradients(self, engine: Engine) -> None:
         """Record the layers' gradients after a step after which the policy is evaluated. Collective."""
         self.state = self.state.with_gradients(engine.layer_gradient_norms())
 

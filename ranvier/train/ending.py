@@ -20,13 +20,13 @@ from ranvier.train.report import summarise, write_report
 from ranvier.train.session import Session
 
 
-def end(session: Session, summary: dict[str, object]) -> None:
+def end_run(session: Session, summary: dict[str, object]) -> None:
     """End the run with `summary`, and send it to the idle ranks."""
     session.summary = summary
     session.members.commands.send(EndRun(summary=to_json_values(summary)), first=session.run.mesh.size)
 
 
-def leave(session: Session) -> dict[str, object]:
+def suspend_run(session: Session) -> dict[str, object]:
     """Save the state after the last step, and write no report: the run is to be resumed. Returns its summary."""
     session.publish()
     saving, step = session.active.saving, session.done
@@ -46,7 +46,7 @@ def leave(session: Session) -> dict[str, object]:
     return {"stopped_after": step}
 
 
-def finish(session: Session) -> dict[str, object]:
+def finish_run(session: Session) -> dict[str, object]:
     """Write a sample of text and the report, once the last checkpoint is on the disk; returns the summary."""
     run, world, active, facts, best = session.run, session.world, session.active, session.facts, session.best
     engine, runtime, ranks = active.engine, active.runtime, active.runtime.ranks
@@ -98,7 +98,7 @@ def _require_checkpoint(session: Session) -> None:
     try:
         session.active.saving.require(session.done)
     finally:
-        session.tell_of_checkpoints()
+        session.report_checkpoints()
     if session.lease is not None:
         session.lease.verify()
     if session.survival is not None and session.world.rank == 0:

@@ -139,7 +139,7 @@ class TransitionEvent:
     global_size: int
     microbatch_size: int
     stages: str
-    wish: str | None = None
+    request_id: str | None = None
     """The ID of the resize request that the transition fulfils."""
 
     def __str__(self) -> str:

@@ -27,14 +27,14 @@ from ranvier.launch.contact import connect, write_contact
 from ranvier.launch.devices import claim_device, machine_name, visible_devices
 from ranvier.launch.failures import install_error_handlers, install_start_error_handlers
 from ranvier.launch.heartbeat import exit_with_launcher
-from ranvier.launch.joining import WISH, Call, Newcomer, call_newcomers, give_verdict, grow
+from ranvier.launch.joining import REQUEST_ID, Call, Newcomer, call_newcomers, give_verdict, grow
 from ranvier.launch.launchers import Started
 from ranvier.launch.start import use_interface_towards
 from ranvier.mesh import Mesh
 from ranvier.system.machine import threads_per_rank
 from ranvier.train.commands import CommandChannel
 from ranvier.train.metrics import PeakRate
-from ranvier.train.resize import leave, withdraw
+from ranvier.train.resize import withdraw, write_request
 from ranvier.train.setup import fingerprint, prepare_run
 from ranvier.world import JoinPoint, World
 
@@ -74,11 +74,11 @@ def read_run(facts: Mapping[str, Any], run_dir: Path) -> ResolvedRun:
     return replace(run, run_dir=run_dir)
 
 
-def why_not(world: World, request: MeshRequest) -> str | None:
+def join_problem(world: World, request: MeshRequest) -> str | None:
     """Why the ranks of a request cannot join, judging by the request alone; None if they may."""
     if world.joins is None:
         return "the run was started without --launch.join-address"
-    if request.problem is not None or request.wish is None:
+    if request.problem is not None or request.request_id is None:
         return request.problem or "their request has no ID"
     if request.ranks is None or not 1 <= request.ranks <= _MOST_RANKS:
         return f"their number must be from 1 to {_MOST_RANKS:,}"
@@ -91,7 +91,7 @@ def wanted_mesh(request: MeshRequest, mesh: Mesh, num_ranks: int) -> MeshRequest
     sizes = {axis: request.sizes.get(axis) or size for axis, size in mesh.sizes.items()}
     taken = prod(size for axis, size in sizes.items() if axis not in mesh.replica_axes)
     sizes |= {axis: request.sizes.get(axis) or max(1, num_ranks // taken) for axis in mesh.replica_axes}
-    return MeshRequest(sizes=sizes, wish=request.wish, reason="for ranks that have joined")
+    return MeshRequest(sizes=sizes, request_id=request.request_id, reason="for ranks that have joined")
 
 
 class Membership:
@@ -116,18 +116,18 @@ class Membership:
     def call(self, request: MeshRequest, timeout_seconds: float) -> tuple[dict[str, object] | None, str | None]:
         """Call the ranks that want to join, on rank 0: returns the call as a dict, and why they are refused, if they
         are. Not collective. timeout_seconds: the run's limit for collectives."""
-        world, wish = self.world, str(request.wish)
-        problem = why_not(world, request)
+        world, request_id = self.world, str(request.request_id)
+        problem = join_problem(world, request)
         if problem is not None:
-            give_verdict(world.store, wish, problem)
+            give_verdict(world.store, request_id, problem)
             return None, problem
-        assert request.ranks is not None  # else `why_not` has found a problem
-        call = Call(wish=wish, first=world.size, size=world.size + request.ranks, local_size=world.local_size,
-                    timeout_seconds=timeout_seconds, members=list(world.members),
+        assert request.ranks is not None  # else `join_problem` has found a problem
+        call = Call(request_id=request_id, first=world.size, size=world.size + request.ranks,
+                    local_size=world.local_size, timeout_seconds=timeout_seconds, members=list(world.members),
                     num_lost_ranks=world.num_lost_ranks)
         problem = call_newcomers(world, call)
         if problem is not None:
-            give_verdict(world.store, wish, problem)
+            give_verdict(world.store, request_id, problem)
         return asdict(call), problem
 
     def grow(self, call: Call, threads: int | Literal["auto"]) -> str | None:
@@ -227,14 +227,14 @@ def _device(setting: str, started: Started, store: SharedStore) -> torch.device:
 
 
 def _join(world: World, run_dir: Path, started: Started, sizes: Mapping[str, int], seconds: float) -> World:
-    wish = os.environ[WISH]
-    newcomer = Newcomer(world, wish, started.rank, started.size)
+    request_id = os.environ[REQUEST_ID]
+    newcomer = Newcomer(world, request_id, started.rank, started.size)
     newcomer.await_others(seconds)
     if started.rank:
         return newcomer.join(seconds)
-    leave(run_dir, wish, {**sizes, "ranks": started.size})
+    write_request(run_dir, request_id, {**sizes, "ranks": started.size})
     try:
         return newcomer.join(seconds)
     except BaseException:  # including Ctrl-C: the run would wait for ranks that are gone
-        withdraw(run_dir, wish)
+        withdraw(run_dir, request_id)
         raise

@@ -134,7 +134,8 @@ def _event_fields(event: Event) -> dict[str, object] | None:
                     "mesh": event.mesh.sizes, "old_mesh": event.old_mesh.sizes,
                     "bytes_moved": event.bytes_moved, "seconds": event.seconds, "cache": event.cache,
                     "reason": event.reason, "global_size": event.global_size,
-                    "microbatch_size": event.microbatch_size, **({} if event.wish is None else {"wish": event.wish})}
+                    "microbatch_size": event.microbatch_size,
+                    **({} if event.request_id is None else {"request_id": event.request_id})}
         case NoteEvent():
             return {"step": event.step, "event": event.event, "text": event.text, **event.fields}
         case EndEvent():

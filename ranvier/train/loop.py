@@ -23,7 +23,7 @@ from ranvier.errors import TransportError
 from ranvier.launch.stop import FINISHED_RUN, StopRequest
 from ranvier.train.changes import begin_survival, execute, survive
 from ranvier.train.determinism import deterministic_algorithms
-from ranvier.train.ending import end, finish, leave
+from ranvier.train.ending import end_run, finish_run, suspend_run
 from ranvier.train.events import NoteEvent, Tracker
 from ranvier.train.joining import RunFacts
 from ranvier.train.memory import explain_out_of_memory
@@ -115,6 +115,6 @@ def _advance(session: Session) -> None:
     if isinstance(session.place, Idle):  # a rank that is no longer idle continues: the others may stop after the change
         return
     if session.stops and session.steps_left:
-        end(session, leave(session))
+        end_run(session, suspend_run(session))
     elif not session.steps_left:
-        end(session, finish(session))
+        end_run(session, finish_run(session))

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ranvier.mesh import Mesh, mesh_text
-from ranvier.pictures.figures import COLOURS, FAINT, INK, clean, entitle, new_figure
+from ranvier.pictures.figures import COLOURS, FAINT, INK, new_figure, remove_frame, write_title
 from ranvier.pictures.timeline_picture import timeline_picture
 from ranvier.pictures.timelines import RankTimeline
 from ranvier.schedule.spans import Category
@@ -41,7 +41,7 @@ TRACE_COLOURS: dict[Category, str] = {
 """chrome://tracing's own colour names; Perfetto colours by label, so F0, F1, ... share one colour there too."""
 
 
-def steady(values: Sequence[float]) -> float:
+def median_after_warm_up(values: Sequence[float]) -> float:
     """The median after the first two steps; of all steps if there are no more than two, and 0 if there are none."""
     return statistics.median(values[WARM_UP_STEPS:] or values or [0.0])
 
@@ -62,10 +62,10 @@ def summarise(*, recipe: str, mesh: Mesh, history: History, ranks: Sequence[Mapp
         "eval_loss": None if last_eval is None else history.eval_losses[last_eval],
         "steps": len(losses),
         "seconds": seconds,
-        "tokens_per_second": steady(history.values("tokens_per_second")),
-        "step_seconds": steady(history.values("step_seconds")),
-        "bubble_fraction": steady(history.on_this_mesh("bubble_fraction")),
-        "model_flops_utilisation": steady(history.values("model_flops_utilisation")),
+        "tokens_per_second": median_after_warm_up(history.values("tokens_per_second")),
+        "step_seconds": median_after_warm_up(history.values("step_seconds")),
+        "bubble_fraction": median_after_warm_up(history.on_this_mesh("bubble_fraction")),
+        "model_flops_utilisation": median_after_warm_up(history.values("model_flops_utilisation")),
         "mesh": mesh.sizes,
         **({"frozen_layers": frozen} if frozen else {}),
         **({"transitions": len(history.transitions), "transition_seconds": sum(
@@ -126,7 +126,7 @@ def write_report(run_dir: Path, summary: Mapping[str, object], history: History,
         draw_loss(loss, history.losses, history.eval_losses, f"{summary['recipe']} on mesh {mesh_text(mesh)}",
                   history.unit)
     if len(history.meshes) > 1:
-        draw_course(course, history, str(summary["recipe"]))
+        draw_elastic_run(course, history, str(summary["recipe"]))
     return [picture for picture in (course, timeline, loss) if picture.exists()]
 
 
@@ -196,7 +196,7 @@ def draw_loss(path: Path, losses: Mapping[int, float], eval_losses: Mapping[int,
         axes.annotate(f"{eval_losses[last]:.3f}", (last, eval_losses[last]), xytext=(0, 8), ha="right",
                       textcoords="offset points", fontsize=9, color=INK)
     axes.set_xlabel("step", fontsize=10, color=INK)
-    entitle(axes, title)
+    write_title(axes, title)
     axes.margins(x=0.02)
     axes.legend(frameon=False, fontsize=9)
     with writing(path):
@@ -205,7 +205,7 @@ def draw_loss(path: Path, losses: Mapping[int, float], eval_losses: Mapping[int,
 
 def _prepare(axes: Axes, label: str) -> None:
     """Draw grid lines behind the curves, and the label of the axis."""
-    clean(axes)
+    remove_frame(axes)
     axes.grid(axis="y", color="#E6E6E6", linewidth=0.8)
     axes.set_axisbelow(True)
     axes.set_ylabel(label, fontsize=10, color=INK)
@@ -225,7 +225,7 @@ def smoothed(values: Sequence[float], window: int) -> list[float]:
     return [statistics.fmean(values[max(0, index - half):index + half + 1]) for index in range(len(values))]
 
 
-def draw_course(path: Path, history: History, title: str) -> None:
+def draw_elastic_run(path: Path, history: History, title: str) -> None:
     """Draw frozen layers, mesh, speed and accuracy by step. RanvierError if the file cannot be written."""
     speeds_by_step = history.column("tokens_per_second")
     last = max(speeds_by_step, default=1)
@@ -236,11 +236,12 @@ def draw_course(path: Path, history: History, title: str) -> None:
         _prepare(axes, label)
         for step in list(history.meshes)[1:]:
             line = axes.axvline(step, color=FAINT, linewidth=0.8, linestyle=":")
-    _stairs(panels[0], history.frozen, last, COLOURS["forward"], "")
+    _plot_steps(panels[0], history.frozen, last, COLOURS["forward"], "")
     if len(history.meshes) > 1:
         panels[0].legend([line], ["transition"], frameon=False, fontsize=9, loc="upper left")
-    _stairs(panels[1], {step: mesh[0] for step, mesh in history.meshes.items()}, last, COLOURS["forward"], "stages")
-    _stairs(panels[1], {step: mesh[1] for step, mesh in history.meshes.items()}, last, COLOURS["backward"], "replicas")
+    _plot_steps(panels[1], {step: mesh[0] for step, mesh in history.meshes.items()}, last, COLOURS["forward"], "stages")
+    _plot_steps(panels[1], {step: mesh[1] for step, mesh in history.meshes.items()}, last, COLOURS["backward"],
+                "replicas")
     panels[1].legend(frameon=False, fontsize=9, ncols=2)
     for axes in panels[:2]:
         axes.set_ylim(bottom=0, top=1.25 * max(1, axes.get_ylim()[1]))  # room for the legend
@@ -254,13 +255,13 @@ def draw_course(path: Path, history: History, title: str) -> None:
         panels[3].plot(list(history.accuracies), [100 * score for score in history.accuracies.values()], marker="o",
                        markersize=5, linewidth=1.5, color=COLOURS["optimizer"], markeredgecolor="white")
     panels[-1].set_xlabel("step", fontsize=10, color=INK)
-    entitle(panels[0], f"{title}: transitions of the run")
+    write_title(panels[0], f"{title}: transitions of the run")
     panels[0].margins(x=0.02)
     with writing(path):
         figure.savefig(path)
 
 
-def _stairs(axes: Axes, values: Mapping[int, int], last: int, colour: str, label: str) -> None:
+def _plot_steps(axes: Axes, values: Mapping[int, int], last: int, colour: str, label: str) -> None:
     """Plot a value that holds from each step until the next."""
     steps = list(values)
     axes.step([*steps, last], [*values.values(), values[steps[-1]]], where="post", color=colour, linewidth=2,

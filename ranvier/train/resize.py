@@ -1,7 +1,7 @@
 """Requests for another mesh: a user makes them (`ranvier resize`, `ranvier join`), the run takes and answers them.
 
     resize-ID.json   one request; the run moves the file away before reading it (a hand-written resize.json works too)
-    events.jsonl     the run's one answer: a transition, or a refusal, each with the request's ID ("wish")
+    events.jsonl     the run's one answer: a transition, or a refusal, each with the request's ID ("request_id")
 
 The run looks for requests between steps. `ranvier.train.joining` chooses the mesh after ranks have joined. Anyone with
 write access can put anything into the folder: only a regular file of the run's own user is read, all else is refused.
@@ -72,7 +72,7 @@ class Requests:
         request = self.current
         if request is None:
             return None
-        is_here = any(name.startswith(f"{request.wish}/") for name in self._world.members)
+        is_here = any(name.startswith(f"{request.request_id}/") for name in self._world.members)
         if is_here:
             self._again = replace(request, has_joined=True)
         if request.has_joined:
@@ -82,15 +82,15 @@ class Requests:
 
     def _refusal(self, request: MeshRequest, step: int, why: str) -> NoteEvent:
         """Refuse a request, and notify the ranks that want to join."""
-        if request.ranks and request.wish:
-            give_verdict(self._world.store, request.wish, why)
+        if request.ranks and request.request_id:
+            give_verdict(self._world.store, request.request_id, why)
         return NoteEvent(step=step, event="resize-refused",
                          text=f"resize request for {request} refused: {why}", fields=request.fields())
 
 
 def join_note(request: MeshRequest, step: int, size: int, problem: str | None) -> NoteEvent:
     """The note about ranks that have joined, or why they are refused. size: present number of ranks of the run."""
-    fields = {"wish": request.wish, "ranks": request.ranks}
+    fields = {"request_id": request.request_id, "ranks": request.ranks}
     if problem is not None:
         return NoteEvent(step=step, event="join-refused", fields=fields,
                          text=f"ranks that wanted to join are refused: {problem}")
@@ -133,19 +133,19 @@ def take_oldest(folder: Path) -> MeshRequest | None:
     return None
 
 
-def _read(path: Path, wish: str | None) -> MeshRequest:
+def _read(path: Path, request_id: str | None) -> MeshRequest:
     found: object = None
     try:
         with suppress(ValueError):
             found = parse_json(read_bytes(path, _MOST_BYTES, own=True))
     except OSError as error:
-        return MeshRequest(sizes=dict.fromkeys(REQUIRED_AXES), wish=wish,
+        return MeshRequest(sizes=dict.fromkeys(REQUIRED_AXES), request_id=request_id,
                            problem=f"cannot be read: {error.strerror or error}")
     document = found if isinstance(found, dict) else {}
-    said = document.get("wish")
+    said = document.get("request_id")
     sizes = {name: document[name] if type(document.get(name)) is int and abs(document[name]) < 1 << 40 else None
              for name in (*AXES, "ranks") if name in REQUIRED_AXES or document.get(name) is not None}
-    return MeshRequest(ranks=sizes.pop("ranks", None), sizes=sizes, wish=wish or (
+    return MeshRequest(ranks=sizes.pop("ranks", None), sizes=sizes, request_id=request_id or (
         said if isinstance(said, str) and re.fullmatch(r"[\w-]{1,64}", said) else None))
 
 
@@ -153,17 +153,17 @@ def ask_and_wait(run_dir: Path, *, seconds: float, **sizes: int | None) -> str:
     """Leave a request in the folder of a run, and wait for the answer. sizes: by axis; None keeps the size.
     RanvierError if the run refuses, ends, or does not answer within `seconds`; the request is then withdrawn, as at
     Ctrl-C, if the run has not taken it yet."""
-    wish = ask(run_dir, **sizes)
+    request_id = ask(run_dir, **sizes)
     if not seconds:
-        mesh = MeshRequest(sizes=_given_sizes(sizes), wish=wish)
+        mesh = MeshRequest(sizes=_given_sizes(sizes), request_id=request_id)
         return f"asked {run_dir} for {mesh}; its events.jsonl will say what came of it"
     deadline = time.monotonic() + seconds
     while True:
         ended = has_ended(run_dir)
         for line in read_events(run_dir).lines:
-            if line.get("wish") == wish and line["event"] == "transition":
+            if line.get("request_id") == request_id and line["event"] == "transition":
                 return f"step {line['step']}: {line.get('text')}"
-            if line.get("wish") == wish:
+            if line.get("request_id") == request_id:
                 raise RanvierError(f"refuses: {line.get('text')}", code="resize-refused", where=f"run {run_dir}",
                                    remedy="Ask for another mesh.")
         if ended or time.monotonic() >= deadline:
@@ -171,9 +171,9 @@ def ask_and_wait(run_dir: Path, *, seconds: float, **sizes: int | None) -> str:
         try:
             time.sleep(_POLL_SECONDS)
         except KeyboardInterrupt:
-            withdraw(run_dir, wish)
+            withdraw(run_dir, request_id)
             raise
-    if not withdraw(run_dir, wish):
+    if not withdraw(run_dir, request_id):
         raise RanvierError("has accepted the request, but has not reported the result yet", code="resize-unanswered",
                            where=f"run {run_dir}", remedy="Look into its events.jsonl, or wait longer with `--wait`.")
     if ended:
@@ -190,31 +190,31 @@ def ask(run_dir: Path, **sizes: int | None) -> str:
     """Leave a request in the folder of a run; returns its ID. sizes: by axis; None keeps the size. RanvierError if
     there is no such run, or it has ended."""
     check_under_way(run_dir)
-    wish = new_wish()
-    leave(run_dir, wish, _given_sizes(sizes))
-    return wish
+    request_id = new_request_id()
+    write_request(run_dir, request_id, _given_sizes(sizes))
+    return request_id
 
 
-def new_wish() -> str:
+def new_request_id() -> str:
     """An ID for a request."""
     return secrets.token_hex(8)
 
 
-def leave(run_dir: Path, wish: str, sizes: Mapping[str, int]) -> None:
+def write_request(run_dir: Path, request_id: str, sizes: Mapping[str, int]) -> None:
     """Leave a request in the folder of a run. sizes: of axes, and "ranks" for ranks that wait to join. RanvierError if
     the folder cannot be written."""
-    path = _path(run_dir, wish)
+    path = _path(run_dir, request_id)
     try:
-        write_atomically(path, json.dumps({**sizes, "wish": wish}))
+        write_atomically(path, json.dumps({**sizes, "request_id": request_id}))
     except OSError as error:
         raise RanvierError(f"cannot be written: {error.strerror or error}", code="resize-not-writable", where=str(path),
                            remedy="Ask as the user whose run it is.") from error
 
 
-def withdraw(run_dir: Path, wish: str) -> bool:
+def withdraw(run_dir: Path, request_id: str) -> bool:
     """Withdraw a request; returns whether the run had not taken it yet."""
     try:
-        _path(run_dir, wish).unlink()
+        _path(run_dir, request_id).unlink()
     except FileNotFoundError:
         return False
     except OSError:
@@ -222,5 +222,5 @@ def withdraw(run_dir: Path, wish: str) -> bool:
     return True
 
 
-def _path(run_dir: Path, wish: str) -> Path:
-    return run_dir / f"resize-{wish}.json"
+def _path(run_dir: Path, request_id: str) -> Path:
+    return run_dir / f"resize-{request_id}.json"

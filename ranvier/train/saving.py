@@ -110,7 +110,7 @@ def checkpoint_folder(run: ResolvedRun) -> Path:
     return run.run_dir / "checkpoint"
 
 
-def labels_before(run: ResolvedRun) -> tuple[str, ...]:
+def checkpoint_class_names(run: ResolvedRun) -> tuple[str, ...]:
     """The names of classes, by number, in the checkpoint from which the run resumes; none if it has none."""
     places = [Path(run.resume)] if run.resume not in ("none", "auto") else []
     if run.resume == "auto" and run.run_dir is not None:
@@ -273,7 +273,8 @@ class Saving:
             return None
         self.saved_step = step
         return self.checkpoints.save({
-            "recipe": self._recipe, "run": read.document(self._run, _TOLD), "text": self._text, "versions": versions(),
+            "recipe": self._recipe, "run": read.document(self._run, _SAVED_SETTINGS), "text": self._text,
+                                      "versions": versions(),
             **({"labels": self._labels} if self._labels else {}), "elastic": elastic,
             **({} if self._tokenizer is None else {"tokenizer": self._tokenizer}),
             "samples": self._run.samples_of(step) + self.offset,
@@ -350,7 +351,7 @@ class Saving:
                                where=f"checkpoint {written.folder}", remedy=written.remedy)
 
 
-_TOLD = frozenset(name for name in read.settings() if not name.startswith("log."))
+_SAVED_SETTINGS = frozenset(name for name in read.settings() if not name.startswith("log."))
 """Settings that a checkpoint contains: trackers, their projects and servers are private to the user who ran it."""
 
 PLACE = ("mesh.", "batch.microbatch_size", "pipeline.", "tensor.", "comm.", "launch.", "log.", "memory", "checkpoint.",

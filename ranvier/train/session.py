@@ -210,7 +210,7 @@ class Session:
             step=self.done, old_mesh=before, mesh=self.run.mesh, reason=change.reason, old_frozen=change.old_frozen,
             frozen=change.frozen, cache=cache, bytes_moved=moved, seconds=seconds, began_ns=began,
             global_size=self.run.samples_of(1), microbatch_size=self.run.batch.microbatch_size,
-            stages=str(engine.stages), wish=change.wish))
+            stages=str(engine.stages), request_id=change.request_id))
         if text := schedule_note(replace(change, schedule=None).apply_to(facts.run), self.run):
             self.outputs.event(NoteEvent(step=self.done, event="schedule", text=text))
         self.requests.current = None
@@ -251,12 +251,12 @@ class Session:
         if self.lease is not None:
             self.lease.check()
         with self.span("report", "numbers of the step before"):
-            self.tell_of_checkpoints()
+            self.report_checkpoints()
             pending, active.pending = active.pending, None
             if pending is not None:
-                self._tell_of(pending)
+                self._publish_pending(pending)
 
-    def _tell_of(self, pending: PendingStep) -> None:
+    def _publish_pending(self, pending: PendingStep) -> None:
         active, facts = self.active, self.facts
         event = pending.event(active.runtime.work_share() * families.flops_per_sample(self.run) / facts.data.weight,
                               facts.peak)
@@ -276,7 +276,7 @@ class Session:
                                remedy=f"Lower `--train.learning-rate` (it is {self.run.train.learning_rate:g}) or "
                                       "raise `--train.warmup-steps`; metrics.jsonl shows the steps before.")
 
-    def tell_of_checkpoints(self) -> None:
+    def report_checkpoints(self) -> None:
         """Report checkpoints written since the last call. CheckpointError if the run should stop."""
         for note in self.active.saving.take_notes():
             self.outputs.event(note)

@@ -38,7 +38,7 @@ from ranvier.precision import DTYPES, is_half
 from ranvier.schedule.policies import policy_named
 from ranvier.system.atomic_file import write_atomically
 from ranvier.train.logs import writing
-from ranvier.train.saving import labels_before
+from ranvier.train.saving import checkpoint_class_names
 from ranvier.world import World
 
 PROMPT_TOKENS = 24
@@ -68,7 +68,7 @@ def prepare_run(run: ResolvedRun, world: World, stream: TextIO) -> tuple[Resolve
     if run.lora.adapters is not None:
         check_adapters(pretrained, AdapterFolder(Path(os.path.expanduser(run.lora.adapters))), families.config_of(run),
                        families.head_of(run), cache_folder(run), tell)
-    data = prepare(run, tell, labels_before(run))
+    data = prepare(run, tell, checkpoint_class_names(run))
     return resolve(run, Facts(num_classes=data.num_classes, num_samples=data.epoch_samples)), data, pretrained
 
 
@@ -78,8 +78,8 @@ def agree_on_run(run: ResolvedRun, recipe: str, data: Prepared, ranks: Group, wo
     data, ConfigError if they have different settings."""
     folder = run.run_dir or read.default_folder(recipe)
     everyone = ranks.gather_objects({"folder": str(folder), "text": fingerprint(data),
-                                     "local_size": world.local_size, "settings": _same_everywhere(run),
-                                     "cluster": run.launch.cluster or _cluster_here(world)})
+                                     "local_size": world.local_size, "settings": _settings_compared_on_ranks(run),
+                                     "cluster": run.launch.cluster or _cluster_of_device(world)})
     for rank, other in enumerate(everyone):
         first, here = everyone[0]["settings"], other["settings"]
         if differ := [name for name in first if first[name] != here.get(name, first[name])]:
@@ -100,12 +100,12 @@ def agree_on_run(run: ResolvedRun, recipe: str, data: Prepared, ranks: Group, wo
                    launch=replace(run.launch, cluster=clusters.pop() if len(clusters) == 1 else None))
 
 
-def _cluster_here(world: World) -> str | None:
+def _cluster_of_device(world: World) -> str | None:
     """The shipped cluster with this rank's GPU, if there is one."""
     return shipped_cluster_with(torch.cuda.get_device_name(world.device)) if world.device.type == "cuda" else None
 
 
-def _same_everywhere(run: ResolvedRun) -> dict[str, str]:
+def _settings_compared_on_ranks(run: ResolvedRun) -> dict[str, str]:
     """Settings that must be the same on all ranks, as text: all except machine, paths, logs, restarts, and the data,
     whose fingerprint is compared."""
     return {name: read.as_text(value) for name, value in read.flatten(run).items()

@@ -21,7 +21,7 @@ from ranvier.system.atomic_file import clear_unfinished
 from ranvier.train import setup
 from ranvier.train.attention_kernel import choose_kernel, preferred_kernel
 from ranvier.train.best import best_of
-from ranvier.train.changes import change_mesh, consider
+from ranvier.train.changes import change_if_needed, change_mesh
 from ranvier.train.elasticity import Elasticity
 from ranvier.train.events import Event, NoteEvent, StartEvent, Tracker, Trackers
 from ranvier.train.experiment_trackers import experiment_trackers
@@ -166,7 +166,7 @@ def start(run: ResolvedRun, recipe: str, world: World, trackers: Sequence[Tracke
         if isinstance(place := session.place, Active):
             elastic.begin(done, place.engine, place.runtime.frozen)
             if elastic.state.needs_decision and session.steps_left:
-                consider(session)
+                change_if_needed(session)
         if is_first and world.joins is not None:
             with writing(session.run_dir / CONTACT):
                 invite(world, session.facts)

@@ -7,7 +7,7 @@ from functools import partial
 
 from ranvier.pipeline.result import BatchResult
 from ranvier.train.best import LOSS
-from ranvier.train.changes import consider
+from ranvier.train.changes import change_if_needed
 from ranvier.train.evaluation import evaluate
 from ranvier.train.events import NoteEvent
 from ranvier.train.metrics import PendingStep
@@ -25,9 +25,9 @@ def take_step(session: Session, step: int) -> None:
     # 1. The step's learning rate and samples, and whether the freeze policy will need the layers' gradients.
     after, epoch = session.samples + session.run.samples_of(1), session.facts.data.epoch_samples
     if after // epoch > session.samples // epoch:
-        elastic.caching.look_again()
+        elastic.caching.check_weights()
     rate = engine.learning_rate = progress.learning_rate(step)
-    asked = elastic.asks_after(step, session.samples, after, runtime.frozen)
+    asked = elastic.evaluates_policy_after(step, session.samples, after, runtime.frozen)
     engine.watch_layers(asked)
 
     # 2. Forward, backward, update. The samples of the next step are prepared while the device may still be computing.
@@ -52,7 +52,7 @@ def take_step(session: Session, step: int) -> None:
         session.keep_state()
         return
     if asked and result.stepped:
-        elastic.saw_gradients(engine)
+        elastic.record_gradients(engine)
     session.done = step
 
     # 4. The numbers of the previous step have arrived. After a few steps their times may change the limits.
@@ -86,7 +86,7 @@ def take_step(session: Session, step: int) -> None:
 
     # 7. Freezing and a change of mesh, which start from the state after this step.
     if considers:
-        consider(session, save=saves)
+        change_if_needed(session, save=saves)
 
 
 def _await(session: Session, step: int, result: BatchResult, rate: float) -> PendingStep:
@@ -111,7 +111,7 @@ def _roll_back(session: Session) -> int | None:
     """Load the last checkpoint; returns its step, or None if there is no checkpoint."""
     active = session.active
     active.saving.finish()
-    session.tell_of_checkpoints()
+    session.report_checkpoints()
     loaded = active.saving.checkpoints.load()
     if loaded is None:
         return None

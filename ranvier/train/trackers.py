@@ -24,7 +24,7 @@ from tensorboardX import SummaryWriter
 
 from ranvier.config.run import Run
 from ranvier.mesh import REQUIRED_AXES, mesh_text
-from ranvier.system.terminal import fields, memory_text, prose, wrap_text
+from ranvier.system.terminal import fields, memory_text, wrap_lines, wrap_text
 from ranvier.train.events import EndEvent, EvalEvent, Event, NoteEvent, StartEvent, StepEvent, Tracker, TransitionEvent
 from ranvier.train.history import History
 from ranvier.train.logs import EventsFile, Log, MetricsFile, read_events, read_metrics, step_fields, writing
@@ -101,10 +101,10 @@ def _rate(per_second: float) -> str:
 
 
 def start_text(event: StartEvent, stream: TextIO, verbose: bool = False) -> str:
-    """The run's heading: mesh and settings, one line each, fitted to `stream` by `prose`. verbose: all settings, and
-    the table of stages."""
+    """The run's heading: mesh and settings, one line each, fitted to `stream` by `wrap_lines`. verbose: all settings,
+    and the table of stages."""
     lines = [f"{event.recipe}: {event.steps} steps on mesh {mesh_text(event.mesh)}"]
-    lines += [prose(f"  {name:<14} {value}", stream, indent=17)
+    lines += [wrap_lines(f"  {name:<14} {value}", stream, indent=17)
               for name, value in event.settings.items() if verbose or name not in _VERBOSE_SETTINGS]
     return "\n".join([*lines, event.stages] if verbose else lines)
 
@@ -119,7 +119,7 @@ def end_text(event: EndEvent, stream: TextIO, unit: str = "tokens") -> str:
     lines = [f"done in {duration(summary['seconds'])}: {losses}; median step: "
              f"{_rate(summary['tokens_per_second'])} {unit}/s, bubble {summary['bubble_fraction']:.1%}"]
     if event.sample:
-        note = [prose(event.sample_note, stream, indent=2)] if event.sample_note else []
+        note = [wrap_lines(event.sample_note, stream, indent=2)] if event.sample_note else []
         lines += ["", *note, event.sample, ""]
     if event.report:
         lines += [event.report, ""]
@@ -127,7 +127,7 @@ def end_text(event: EndEvent, stream: TextIO, unit: str = "tokens") -> str:
 
 
 @contextmanager
-def _without_room() -> Iterator[None]:
+def _ignoring_full_disk() -> Iterator[None]:
     """Ignore a full disk: the console's output loses lines, but does not end the run. Essential files raise errors."""
     try:
         yield
@@ -190,8 +190,8 @@ class PlainConsole:
 
     def _print(self, text: str, style: str | None = None) -> None:
         """Print lines of text. style: a style of rich, used if there are colours."""
-        with _without_room():
-            print(prose(text, self._stream), file=self._stream, flush=True)
+        with _ignoring_full_disk():
+            print(wrap_lines(text, self._stream), file=self._stream, flush=True)
 
     def _print_step(self, parts: Sequence[str]) -> None:
         """Print the numbers of a step."""
@@ -202,7 +202,7 @@ class PlainConsole:
 
     def close(self) -> None:
         """Flush what has been printed, unless the disk is full."""
-        with _without_room():
+        with _ignoring_full_disk():
             self._stream.flush()
 
 

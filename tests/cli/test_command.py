@@ -14,7 +14,7 @@ import pytest
 from ranvier import __main__
 from ranvier.cli import main, options
 from ranvier.cli.main import run_command
-from ranvier.cli.ranks import tell_once
+from ranvier.cli.ranks import print_once
 from ranvier.cli.train import _planned_flags
 from ranvier.config import read
 from ranvier.config.resolve import resolve
@@ -351,8 +351,8 @@ def test_help_shows_both_forms_of_a_switch(capsys):
     assert run_command(["train", "--help-all"]) == 0
     shown = " ".join(capsys.readouterr().out.split())
     for setting in read.settings().values():
-        assert (f"--{setting.flag} [true|false] / --no-{setting.flag} " in shown) == setting.is_yes_no, setting.name
-    assert sum(setting.is_yes_no for setting in read.settings().values()) >= 8
+        assert (f"--{setting.flag} [true|false] / --no-{setting.flag} " in shown) == setting.is_switch, setting.name
+    assert sum(setting.is_switch for setting in read.settings().values()) >= 8
     assert "default ]" not in shown and shown.count("default empty]") == sum(
         not read.as_text(setting.default) for setting in read.settings().values()) > 0
 
@@ -427,7 +427,7 @@ def test_what_concerns_all_ranks_is_told_once(monkeypatch, capsys):
                                     ("torchrun", 1, False)):
         started = launcher and Started(launcher=launcher, rank=rank, size=2)
         monkeypatch.setattr("ranvier.cli.ranks.detect", lambda environ, found=started: found)
-        tell_once("a line")
+        print_once("a line")
         assert capsys.readouterr().err == "a line\n" * is_told
 
 

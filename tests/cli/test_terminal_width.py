@@ -13,7 +13,7 @@ from ranvier.config.resolve import resolve
 from ranvier.config.run import Run
 from ranvier.mesh import Mesh
 from ranvier.planner.count import laid_out
-from ranvier.system.terminal import Screen, TextTable, fields, prose, terminal_width, wrap_text
+from ranvier.system.terminal import Screen, TextTable, fields, terminal_width, wrap_lines, wrap_text
 from ranvier.train import memory
 from ranvier.train.events import StartEvent, StepEvent
 from ranvier.train.trackers import LiveConsole, PlainConsole, console
@@ -102,10 +102,10 @@ def test_lines_are_broken_between_words_alone():
 
 def test_sentences_of_files_stay_lines(monkeypatch):
     text = "a sentence " * 20
-    assert prose(text, io.StringIO()) == text
-    assert max(map(len, prose(text, Terminal()).splitlines())) <= 80
+    assert wrap_lines(text, io.StringIO()) == text
+    assert max(map(len, wrap_lines(text, Terminal()).splitlines())) <= 80
     monkeypatch.setenv("COLUMNS", "60")
-    assert max(map(len, prose(text, io.StringIO()).splitlines())) <= 60
+    assert max(map(len, wrap_lines(text, io.StringIO()).splitlines())) <= 60
 
 
 def test_colours_are_for_terminals_and_obey_no_color(monkeypatch):

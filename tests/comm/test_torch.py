@@ -187,7 +187,7 @@ def test_messages_of_the_host_alone_connect_no_devices(monkeypatch):
     backend.rank, backend.size, backend._timeout, backend.waits = 0, 2, timedelta(seconds=8), WaitRegistry(8.0)
     backend._device, backend._transports, backend._nccl_groups = torch.device("cuda", 0), [], []
     monkeypatch.setattr(backend, "_new_group", lambda purpose, members, timeout, kind: kinds.append(kind) or kinds)
-    backend.transport("orders", on_host=True)
+    backend.transport("commands", on_host=True)
     assert kinds == ["gloo"]
     backend.transport("pipeline")
     assert kinds == ["gloo", "gloo", "nccl", "nccl"]
@@ -206,7 +206,7 @@ def test_only_the_pipelines_messages_may_be_of_devices():
             CommandChannel(world).close()
         return asked
 
-    assert run_ranks(rank, 2) == [{"pipeline": False, "stage order": True, "orders": True}] * 2
+    assert run_ranks(rank, 2) == [{"pipeline": False, "stage order": True, "commands": True}] * 2
 
 
 def test_a_transport_whose_other_rank_does_not_come():

@@ -12,7 +12,7 @@ import pytest
 import torch
 from PIL import Image
 
-from ranvier.arguments import words
+from ranvier.arguments import literal_values
 from ranvier.cli import check
 from ranvier.cli.main import run_command
 from ranvier.config import effects, read
@@ -113,7 +113,7 @@ def test_every_setting_is_in_the_table_or_always_has_an_effect():
     assert all(OTHER[name] != read.settings()[name].default for name in listed)
 
 
-@pytest.mark.parametrize("algorithm", words(read.settings()["optim.algorithm"].annotation))
+@pytest.mark.parametrize("algorithm", literal_values(read.settings()["optim.algorithm"].annotation))
 def test_settings_that_an_optimizer_reads_have_an_effect(algorithm, monkeypatch):
     """Found by watching an update of a matrix of a layer and of a bias."""
     found, plain = set(), Optim.__getattribute__

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from ranvier.arguments import words
+from ranvier.arguments import literal_values
 from ranvier.config import effects
 from ranvier.config.named_object import load_object
 from ranvier.config.read import settings
@@ -24,7 +24,7 @@ OBJECT = {
 
 
 def names(setting):
-    return words(settings()[setting].annotation)
+    return literal_values(settings()[setting].annotation)
 
 
 @pytest.mark.parametrize(("setting", "name"), [(setting, name) for setting in OBJECT for name in names(setting)])

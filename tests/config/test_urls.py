@@ -45,9 +45,9 @@ def test_settings_from_python_are_refused_too():
 
 
 def test_checkpoints_name_no_tracker():
-    from ranvier.train.saving import _TOLD
+    from ranvier.train.saving import _SAVED_SETTINGS
 
-    document = read.document(replace(Run(), log=Log(project="p", store="http://host")), _TOLD)
+    document = read.document(replace(Run(), log=Log(project="p", store="http://host")), _SAVED_SETTINGS)
     assert "log" not in document and "model" in document
-    assert {name for name in read.settings() if name not in _TOLD} == {
+    assert {name for name in read.settings() if name not in _SAVED_SETTINGS} == {
         "log.tracker", "log.project", "log.store", "log.offline", "log.every"}

@@ -19,7 +19,7 @@ from ranvier.config.run import Pipeline
 from ranvier.launch import contact
 from ranvier.launch.stopped_ranks import find_rank_processes_by_variable
 from ranvier.mesh import Mesh
-from ranvier.train.resize import leave
+from ranvier.train.resize import write_request
 from tests.elastic.runs import AT_ONCE, losses, run_all
 
 
@@ -129,11 +129,11 @@ def undisturbed(run, tmp_path):
 
 def silent_newcomer(run):
     """Answer the run's call as a newcomer that never connects; returns the store and the prefix of its keys."""
-    wish = "00000000000000aa"
+    request_id = "00000000000000aa"
     with stopped(run):
         found = contact.read_contact(run.folder)
         _, store = sign_store(contact.connect(found), found.secret)
-        leave(run.folder, wish, {"ranks": 1})
-    run.wait_until(lambda: store.check([f"ranvier/join/{wish}/call"]))
-    store.set(f"ranvier/join/{wish}/here/0", "")
-    return store, f"ranvier/join/{wish}"
+        write_request(run.folder, request_id, {"ranks": 1})
+    run.wait_until(lambda: store.check([f"ranvier/join/{request_id}/call"]))
+    store.set(f"ranvier/join/{request_id}/here/0", "")
+    return store, f"ranvier/join/{request_id}"

@@ -12,37 +12,37 @@ from tests.errors import raises
 LONG = EndRun(summary={"text": "x" * 9000})
 
 
-def order(change=lambda orders: None, fault=None, seconds=20.0):
+def received_command(change=lambda commands: None, fault=None, seconds=20.0):
     """The command that rank 1 receives from rank 0."""
     def work(world):
         world.mesh = Mesh()
-        orders = CommandChannel(world if fault is None else faulty(world, [parse(fault)]))
+        commands = CommandChannel(world if fault is None else faulty(world, [parse(fault)]))
         if world.rank:
-            return orders.wait(seconds)
-        change(orders)
-        orders.send(LONG, first=1)
+            return commands.wait(seconds)
+        change(commands)
+        commands.send(LONG, first=1)
 
     return run_ranks(work, 2)[1]
 
 
-def test_an_order_arrives():
-    assert order() == LONG
+def test_a_command_arrives():
+    assert received_command() == LONG
 
 
-def test_an_order_that_has_changed_on_its_way_is_none():
+def test_a_command_that_has_changed_on_its_way_is_refused():
     with raises("invalid-message"):
-        order(fault="corrupt:rank=0,message=1,of=order,bit=4242")
+        received_command(fault="corrupt:rank=0,message=1,of=command,bit=4242")
 
 
-def test_what_is_no_order(monkeypatch):
-    def change(orders):
-        send = orders._transport.send
-        orders._transport.send = lambda rank, message: send(rank, replace(message, kind=MessageKind.STATE))
+def test_a_message_of_another_kind_is_refused(monkeypatch):
+    def change(commands):
+        send = commands._transport.send
+        commands._transport.send = lambda rank, message: send(rank, replace(message, kind=MessageKind.STATE))
 
     with raises("not-a-command"):
-        order(change)
+        received_command(change)
 
 
-def test_rank_0_that_says_nothing_any_more_is_missed():
+def test_a_silent_rank_0_is_an_error():
     with raises("rank-0-silent"):
-        order(fault="drop:rank=0,message=1,of=order", seconds=0.3)
+        received_command(fault="drop:rank=0,message=1,of=command", seconds=0.3)

@@ -105,7 +105,7 @@ class Course:
 
     def take_step(self):
         before, size = self.samples, self.run.batch.global_size
-        self.state = self.call("asks_after", self.step + 1, before, before + size, self.frozen)
+        self.state = self.call("evaluates_policy_after", self.step + 1, before, before + size, self.frozen)
         if self.first.elastic.profile_microbatches:
             share = -(-size // self.run.mesh.data)
             self.state, samples, _ = tried_microbatch_size(
@@ -163,7 +163,7 @@ def test_decisions_hold_whatever_is_measured(data):
             course.num_ranks = max(course.run.mesh.size, data.draw(st.integers(1, 6)))
         if data.draw(st.integers(0, 5)) == 0:
             sizes = st.none() | st.integers(-1, 4)
-            course.decide(MeshRequest(sizes={"data": data.draw(sizes), "pipe": data.draw(sizes)}, wish="1"))
+            course.decide(MeshRequest(sizes={"data": data.draw(sizes), "pipe": data.draw(sizes)}, request_id="1"))
         elif course.state.needs_decision:
             course.decide()
 
@@ -174,15 +174,16 @@ def test_the_next_decision_is_where_it_is_said_to_be():
                       elastic=Elastic(freeze="manual", manual=("0:1", "30:2"), auto_pipe=True))
     controller = Controller(run, Manual(((0, 1), (30, 2))), epoch_samples=EPOCH)
     state = replace(controller.initial(), unmeasured=True)
-    until = controller.steps_until_asked(state, 0, 0, FIRST, 1)
+    until = controller.steps_until_evaluation(state, 0, 0, FIRST, 1)
     for step in range(1, until):
-        assert not controller.asks_after(state, step, (step - 1) * FIRST, step * FIRST, replace(NONE_FROZEN, prefix=1)
-                                         ).due and not state.needs_decision
+        assert not controller.evaluates_policy_after(state, step, (step - 1) * FIRST, step * FIRST,
+                                                     replace(NONE_FROZEN, prefix=1)
+                                                     ).due and not state.needs_decision
         state = state.with_step(step, 1.0, StepFigures())
-        assert controller.steps_until_asked(state, step, step * FIRST, FIRST, 1) == until - step
+        assert controller.steps_until_evaluation(state, step, step * FIRST, FIRST, 1) == until - step
     assert until == 9 and state.needs_decision
     state = replace(state, unmeasured=False, compares=False)
-    assert controller.steps_until_asked(state, 9, 9 * FIRST, FIRST, 1) == 21
+    assert controller.steps_until_evaluation(state, 9, 9 * FIRST, FIRST, 1) == 21
 
 
 @pytest.mark.parametrize("changed", [

@@ -208,7 +208,7 @@ def test_a_run_is_resized_while_it_goes_on_and_answers_every_request_once(senten
         (2, 2), (1, 2), (2, 1), (1, 1), (1, 4)]
     answers = {}
     for line in events(run, "transition") + events(run, "resize-refused"):
-        answers.setdefault(line.get("wish"), []).append(line["text"])
+        answers.setdefault(line.get("request_id"), []).append(line["text"])
     unreadable = answers.pop(None)
     assert sorted(answers) == sorted(asked) and all(len(texts) == 1 for texts in answers.values())
     assert "it was made before the run began" in answers[asked[0]][0] and "the run ends" in answers[asked[-1]][0]
@@ -251,7 +251,7 @@ def test_a_request_that_is_no_plain_file_of_the_runs_user_is_refused(tmp_path, m
         odd_file(tmp_path / resize.NAME, kind)
     assert resize.is_waiting(tmp_path)
     found = resize.take_oldest(tmp_path)
-    assert (found.sizes, found.wish) == ({"data": None, "pipe": None}, None)
+    assert (found.sizes, found.request_id) == ({"data": None, "pipe": None}, None)
     problem = {"a FIFO": "is not a regular file", "a folder": "is not a regular file",
                "of another user": "to another user",
                "a link": "is a symbolic link", "a device": "is a symbolic link"}.get(kind)

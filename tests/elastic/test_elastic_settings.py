@@ -241,7 +241,7 @@ def test_depths_from_the_start(sentences, tmp_path):
     # if a run resumes with depths that it did not have before, they apply immediately; a dry run reports each once
     for dry, asked in ((False, [True, False]), (True, [False, False])):
         elastic = Elasticity(resolve(replace(run, elastic=replace(run.elastic, dry_run=dry))), prepare(run), tell=print)
-        assert [elastic.asks_after(9, 0, 0, FrozenLayers(depth)) for depth in (3, 2)] == asked[::-1]
+        assert [elastic.evaluates_policy_after(9, 0, 0, FrozenLayers(depth)) for depth in (3, 2)] == asked[::-1]
 
 
 class Overflows:

@@ -32,8 +32,8 @@ from ranvier.launch.stores import create_store
 from ranvier.mesh import Mesh
 from ranvier.planner.problems import problems
 from ranvier.train import joining as joining_run
-from ranvier.train.joining import RUN, _read_facts, read_run, wanted_mesh, why_not
-from ranvier.train.resize import leave, take_oldest
+from ranvier.train.joining import RUN, _read_facts, join_problem, read_run, wanted_mesh
+from ranvier.train.resize import take_oldest, write_request
 from ranvier.world import JoinPoint, World
 from tests.elastic.processes import events, silent_newcomer, stopped, undisturbed
 from tests.elastic.runs import tiny
@@ -87,7 +87,7 @@ def test_ranks_that_find_no_place_idle_until_a_mesh_takes_them(start_run, tmp_pa
     run.wait_until(lambda: events(run, "resize-refused"))
     refused, = events(run, "resize-refused")
     assert "is the mesh that the run has" in refused["text"]
-    leave(run.folder, "0123456789abcdef", {"data": 3, "pipe": 1})
+    write_request(run.folder, "0123456789abcdef", {"data": 3, "pipe": 1})
     code, text = run.end()
     assert code == 0, text
     assert joined.end()[0] == 0
@@ -324,7 +324,7 @@ def test_the_rank_of_a_newcomer_that_has_died():
     would wait for it until collectives time out."""
     store = HashStore()
     assert joining.rank_of_newcomer(store, "aa", 1) is None
-    call = Call(wish="aa", first=2, size=4, local_size=2, timeout_seconds=0.1)
+    call = Call(request_id="aa", first=2, size=4, local_size=2, timeout_seconds=0.1)
     store.set("ranvier/join/aa/call", json.dumps(asdict(call)))
     assert joining.rank_of_newcomer(store, "aa", 1) is None
     later = threading.Timer(0.02, joining.give_verdict, (store, "aa", None))
@@ -346,25 +346,26 @@ def test_newcomers_whose_run_has_gone():
 
 
 @pytest.mark.parametrize(("changes", "message"), [
-    ({"ranks": 0}, "must be from 1 to"), ({"ranks": None}, "must be from 1 to"), ({"wish": None}, "has no ID"),
+    ({"ranks": 0}, "must be from 1 to"), ({"ranks": None}, "must be from 1 to"), ({"request_id": None}, "has no ID"),
     ({"problem": "cannot be read"}, "cannot be read")])
 def test_a_request_that_names_no_newcomers(changes, message):
     store = HashStore()
     world = World(backend=InProcessWorld(1).backend(0), store=store, launcher="local", device=None, local_rank=0,
                   local_size=1)
-    request = MeshRequest(sizes={"data": None, "pipe": None}, ranks=1, wish="aa")
-    assert "without --launch.join-address" in why_not(world, request)
+    request = MeshRequest(sizes={"data": None, "pipe": None}, ranks=1, request_id="aa")
+    assert "without --launch.join-address" in join_problem(world, request)
     world.joins = JoinPoint(address="127.0.0.1", port=1, secret="")
-    assert why_not(world, request) is None
-    assert message in why_not(world, replace(request, **changes))
+    assert join_problem(world, request) is None
+    assert message in join_problem(world, replace(request, **changes))
 
 
 def test_a_request_of_newcomers_is_read(tmp_path):
-    leave(tmp_path, "00000000000000aa", {"ranks": 3, "pipe": 2})
+    write_request(tmp_path, "00000000000000aa", {"ranks": 3, "pipe": 2})
     request = take_oldest(tmp_path)
-    assert request == MeshRequest(sizes={"data": None, "pipe": 2}, ranks=3, wish="00000000000000aa")
+    assert request == MeshRequest(sizes={"data": None, "pipe": 2}, ranks=3, request_id="00000000000000aa")
     assert wanted_mesh(request, Mesh(data=2, row=2), 13) == MeshRequest(
-        sizes={"data": 3, "pipe": 2, "row": 2, "col": 1}, wish="00000000000000aa", reason="for ranks that have joined")
+        sizes={"data": 3, "pipe": 2, "row": 2, "col": 1}, request_id="00000000000000aa",
+                                                                        reason="for ranks that have joined")
     assert wanted_mesh(replace(request, sizes={"data": 1}), Mesh(data=2), 13).sizes["data"] == 1
 
 
@@ -407,6 +408,6 @@ def test_each_newcomer_claims_a_device_of_its_own():
 
 
 def test_limits_leave_time_for_ranks_that_are_through():
-    call = Call(wish="aa", first=1, size=2, local_size=1, timeout_seconds=6.0)
+    call = Call(request_id="aa", first=1, size=2, local_size=1, timeout_seconds=6.0)
     assert call.answer_seconds + call.connect_seconds < call.timeout_seconds
     assert Call(**json.loads(json.dumps(asdict(call)))) == call

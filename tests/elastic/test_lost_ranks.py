@@ -30,14 +30,14 @@ from ranvier.launch import contact, start
 from ranvier.launch import lost_ranks as lost_rank_protocol
 from ranvier.launch.heartbeat import FAILED
 from ranvier.launch.launchers import Started
-from ranvier.launch.lost_ranks import Agreement, LostRank, LostRanks, report_lost_rank, why_given_up
+from ranvier.launch.lost_ranks import Agreement, LostRank, LostRanks, end_reason, report_lost_rank
 from ranvier.mesh import Mesh
 from ranvier.planner.count import laid_out
 from ranvier.planner.problems import problems
 from ranvier.testing.ranks import run_ranks
 from ranvier.train import elasticity, session
 from ranvier.train.loop import train
-from ranvier.train.resize import Requests, leave
+from ranvier.train.resize import Requests, write_request
 from ranvier.train.restart import mesh_without
 from ranvier.train.survival import LastSteps, missing_state
 from ranvier.world import World
@@ -408,10 +408,10 @@ def test_a_loss_between_a_join_and_its_mesh(tmp_path, left):
     """The run takes the request again, unless the newcomers are gone. It has been answered, so it is not reported."""
     def work(world):
         requests, everyone = Requests(world, tmp_path), world.backend.group("everyone", [range(1)])
-        leave(tmp_path, wish := "00000000000000aa", {"ranks": 2})
+        write_request(tmp_path, request_id := "00000000000000aa", {"ranks": 2})
         taken = requests.take(everyone)
         requests.current = replace(taken, has_joined=True)
-        world.members = ("0", *[f"{wish}/1"] * left)
+        world.members = ("0", *[f"{request_id}/1"] * left)
         assert requests.after_loss(5) is None
         assert requests.are_waiting() is bool(left)
         assert requests.take(everyone) == (replace(taken, has_joined=True) if left else None)
@@ -513,7 +513,7 @@ def test_a_run_that_cannot_go_on(ranks, lost, asked, why):
     report_lost_rank(run.store, LostRank(member=lost, how="died"))
     found = run.agree(*asked, decide=lambda parts: "nobody has it")
     assert all(isinstance(one, TransportError) for one in found)
-    assert why_given_up(run.store) == why
+    assert end_reason(run.store) == why
 
 
 def test_another_loss_begins_it_again(ranks):
@@ -630,8 +630,8 @@ def test_a_stopped_rank_is_lost_as_a_killed_one(monkeypatch, capsys, survives):
         children.store.set(lost_rank_protocol._SURVIVES, "")
     received = []
 
-    def lets_go(end):
-        found = supervision._lets_go(children, Mesh(data=3), None, end)
+    def continues_without(end):
+        found = supervision._continues_without(children, Mesh(data=3), None, end)
         received.append(signal.SIGTERM)
         return found
 
@@ -639,7 +639,7 @@ def test_a_stopped_rank_is_lost_as_a_killed_one(monkeypatch, capsys, survives):
         while not os.path.exists(f"/proc/{rank.process.pid}/stat") or time.sleep(0.2):
             pass
         os.kill(rank.process.pid, signal.SIGSTOP)
-        end = supervision._first_failure(children, received, lets_go)
+        end = supervision._first_failure(children, received, continues_without)
         if survives:
             assert end is None and [entry.rank for entry in children.started] == [0, 2]
             assert rank.process.returncode == -signal.SIGKILL and children.lost[0].code == -signal.SIGSTOP

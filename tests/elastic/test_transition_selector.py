@@ -153,8 +153,8 @@ def test_what_was_refused_goes_along_until_the_user_chooses(sentences, tmp_path)
     assert ElasticState.read(saved).refused == elastic.state.refused
     assert not ElasticState.read({name: value for name, value in saved.items() if name != "refused"}).refused
     elastic.caching = SimpleNamespace(enter=lambda now, reads: False)
-    for wish, kept in ((None, 2), ("1", 0)):
-        change = SimpleNamespace(wish=wish, schedule=None)
+    for request_id, kept in ((None, 2), ("1", 0)):
+        change = SimpleNamespace(request_id=request_id, schedule=None)
         elastic.enter(SimpleNamespace(run=run), saved, change, Mesh(pipe=2), 10, 0.5, 3, progress)
         assert len(elastic.state.refused) == kept
 

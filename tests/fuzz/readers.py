@@ -282,7 +282,7 @@ def _run(folder: Path) -> None:
     recipes.write(run, folder / "run.toml")
     (folder / "join.json").write_text(json.dumps({
         "version": __version__, "address": "10.0.0.1", "port": 29500, "secret": "abc"}))
-    (folder / "resize.json").write_text(json.dumps({"data": 2, "pipe": 1, "row": 1, "wish": "0123456789abcdef"}))
+    (folder / "resize.json").write_text(json.dumps({"data": 2, "pipe": 1, "row": 1, "request_id": "0123456789abcdef"}))
     mesh = {"data": 1, "pipe": 2, "row": 1, "col": 1}
     (folder / "metrics.jsonl").write_text("".join(json.dumps({
         "step": step, "loss": 2.5, "tokens": 64, "step_seconds": 0.1, "eval_loss": 2.4}) + "\n" for step in (1, 2)))

@@ -219,6 +219,7 @@ def test_mpiexec_itself_is_stopped(monkeypatch, child):
     children = supervision._Children(2, StoppedRankDetector(1.0), supervision.LOOPBACK, None)
     children.started = [supervision._Child(None, child)]
     child.send_signal(signal.SIGSTOP)
-    end = supervision._first_failure(children, [], lambda end: supervision._lets_go(children, Mesh(data=2), None, end))
+    end = supervision._first_failure(children, [], lambda end: supervision._continues_without(children, Mesh(data=2),
+                                                                                              None, end))
     assert end == supervision._RankEnd(None, -signal.SIGSTOP) and end.describe(Mesh(data=2)).startswith(
         "ranvier: mpiexec was stopped by SIGSTOP")

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from ranvier.block import as_model, beside_modules
+from ranvier.block import as_model, contents_besides_modules
 from ranvier.errors import ModelError, RanvierError
 from ranvier.mesh import Mesh
 from ranvier.models.blocks_of import blocks_of
@@ -80,7 +80,7 @@ OWN = {
 @pytest.mark.parametrize("kind", OWN)
 def test_a_container_with_something_of_its_own_is_refused(kind):
     make, own = OWN[kind]
-    assert beside_modules(make()) == own
+    assert contents_besides_modules(make()) == own
     with raises("model-holds-more-than-modules", *own, "ranvier.blocks_of", where="model", value=type(make()).__name__):
         as_model(make(), squared)
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from ranvier.arguments import words
+from ranvier.arguments import literal_values
 from ranvier.checkpoint.checkpoints import Checkpoints
 from ranvier.config.read import settings
 from ranvier.config.resolve import Facts, resolve
@@ -101,7 +101,7 @@ PARTS = {"muon": lambda numel, matrices, rows, columns: 4 * matrices + 8 * (nume
 
 def test_bytes_of_all_algorithms_are_compared():
     """AdamW's and SGD's are compared in `test_optimizer`."""
-    assert {*PARTS, "adamw", "sgd"} == set(words(settings()["optim.algorithm"].annotation)), (
+    assert {*PARTS, "adamw", "sgd"} == set(literal_values(settings()["optim.algorithm"].annotation)), (
         "add the bytes of the new algorithm's states to PARTS")
 
 

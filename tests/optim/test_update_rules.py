@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from ranvier.arguments import words
+from ranvier.arguments import literal_values
 from ranvier.config.read import settings
 from ranvier.config.run import Optim
 from ranvier.mesh import Mesh
@@ -122,7 +122,7 @@ QUICK = {"muon": Mesh(pipe=2, row=2), "adafactor": Mesh(data=2, col=2)}
 
 def test_all_algorithms_are_compared():
     """SGD is compared with torch's in `test_optimizer`."""
-    assert set(words(settings()["optim.algorithm"].annotation)) == {*ALGORITHMS, "sgd"}, (
+    assert set(literal_values(settings()["optim.algorithm"].annotation)) == {*ALGORITHMS, "sgd"}, (
         "add the new algorithm to ALGORITHMS, and a reference in plain torch to `torchs`")
 
 

@@ -229,11 +229,11 @@ def test_the_ends_of_a_transformers_model_follow_its_mode():
 
 
 def test_adapters_start_in_the_mode_of_their_layers():
-    from ranvier.block import as_model, ready_made
+    from ranvier.block import as_model, existing_blocks
     from ranvier.config.run import Lora
     from ranvier.models.lora import with_adapters
 
     layers = [nn.Linear(4, 4).eval(), nn.Linear(4, 4)]
     model = with_adapters(as_model(layers, squared), Lora(rank=2, targets=("*",), train_head=False))
-    assert list(ready_made(model).values()) == layers
+    assert list(existing_blocks(model).values()) == layers
     assert [build().lora.training for build in model.blocks.values()] == [False, True]

@@ -18,7 +18,7 @@ from ranvier.block import Model
 from ranvier.config.run import Memory, Pipeline
 from ranvier.mesh import Mesh
 from ranvier.pipeline.segment import Segment
-from ranvier.tensor.remembered import Remembered
+from ranvier.tensor.state_snapshot import StateSnapshot
 from ranvier.testing.reference import Reference
 from tests.covering import covering, pairwise
 from tests.errors import raises
@@ -461,16 +461,16 @@ def test_a_parameter_that_another_block_changes_is_refused():
 
 def test_elements_that_hold_nothing_are_not_visited(monkeypatch):
     """They are restored all the same, as are the contents of lists among them."""
-    visited, note = [], Remembered._note
-    monkeypatch.setattr(Remembered, "_note", lambda self, value: (visited.append(value), note(self, value)))
+    visited, note = [], StateSnapshot._note
+    monkeypatch.setattr(StateSnapshot, "_note", lambda self, value: (visited.append(value), note(self, value)))
     block = nn.Module()
     block.words, block.mixed = {str(number): number for number in range(100)}, [1, "a", ([2], torch.ones(()))]
-    then = Remembered([block])
+    then = StateSnapshot([block])
     assert len(visited) == 2 + 2 + 2  # Python's and NumPy's generators, the attributes, the tuple and its list
     block.words["1"], block.words["new"] = -1, -1
     block.mixed[2][0].append(3)
     block.mixed.pop(0)
-    with then.given_back():
+    with then.restored():
         assert block.words == {str(number): number for number in range(100)}
         assert len(block.mixed) == 3
         assert block.mixed[2][0] == [2]

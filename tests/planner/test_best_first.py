@@ -27,7 +27,7 @@ from ranvier.planner.run_cost import (
 from ranvier.planner.search import search
 from ranvier.planner.work import Work
 from ranvier.schedule.policies import MessageDriven
-from ranvier.schedule.simulator import StageTimes, passage
+from ranvier.schedule.simulator import StageTimes, predict_batch_time
 
 SMALL = ResolvedRun(model=Transformer(num_layers=2, hidden=64, heads=4, vocab=300, sequence=32), precision="fp32",
                     batch=Batch(global_size=8, microbatch_size=2))
@@ -135,7 +135,8 @@ def test_the_bound_of_several_stages_on_each_rank(data):
     stages = [StageTimes(forward=data.draw(times), backward=data.draw(times), weight=data.draw(times) if waits else 0.0,
                          alive_bytes=1 if waits else 0) for _ in range(placement.num_stages)]
     count = data.draw(st.integers(1, 12))
-    least, found = (passage(stages, count, MessageDriven(), 3 * placement.num_stages, exact=exact, placement=placement)
+    least, found = (predict_batch_time(stages, count, MessageDriven(), 3 * placement.num_stages, exact=exact,
+                                       placement=placement)
                     for exact in (False, True))
     assert least.seconds <= found.seconds * (1 + 1e-9)
 

@@ -111,11 +111,11 @@ def test_replicas_wait_for_the_one_whose_stages_lie_on_two_nodes():
     """Six devices a node, four stages: the second replica's ranks are 4, 5 on one node and 6, 7 on the next."""
     cluster = replace(CLUSTER, devices_per_node=6, between=Link(bandwidth=1e9, latency_seconds=1e-3))
     run = replace(TINY, mesh=Mesh(pipe=4))
-    way = run_pipeline(run, cluster, WORK.stages(run)).way
-    assert set(way.latency) == {CLUSTER.inside.latency_seconds}
+    edges = run_pipeline(run, cluster, WORK.stages(run)).edges
+    assert set(edges.latency) == {CLUSTER.inside.latency_seconds}
     run = replace(TINY, mesh=Mesh(pipe=4, data=2))
-    way = run_pipeline(run, cluster, WORK.stages(run)).way
-    assert way.latency == (CLUSTER.inside.latency_seconds, 1e-3, CLUSTER.inside.latency_seconds)
+    edges = run_pipeline(run, cluster, WORK.stages(run)).edges
+    assert edges.latency == (CLUSTER.inside.latency_seconds, 1e-3, CLUSTER.inside.latency_seconds)
 
 
 def test_ranks_that_share_cores_take_turns():

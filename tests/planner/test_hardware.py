@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from ranvier.cost.collectives import Placed, all_reduce_seconds, place_groups, received_seconds, tree_seconds
+from ranvier.cost.collectives import GroupPlacement, all_reduce_seconds, place_groups, received_seconds, tree_seconds
 from ranvier.cost.hardware import Cluster, Device, Host, Link, Rate
 from ranvier.cost.kernels import Access, Kernel, backward_of, weight_gradients_of
 from ranvier.mesh import Mesh
@@ -46,7 +46,7 @@ def test_a_gpu_launches_more_than_is_counted():
     assert gpu.kernel_seconds(bias, "fp32") == 100 / 25 + 4 * 0.25
     assert cpu.kernel_seconds(bias, "fp32") == 100 / 50 + 0.25
     (backward,) = attention
-    assert gpu.beside_attention_seconds(100) == 200 / 25 + 300 / 50
+    assert gpu.attention_backward_overhead_seconds(100) == 200 / 25 + 300 / 50
     more = replace(backward, flops=10_000)
     assert gpu.kernel_seconds(more, "fp32") == 10_000 / 500 + 14 + 4 * 0.25
     assert cpu.kernel_seconds(more, "fp32") == 10_000 / 500 + 0.25
@@ -63,42 +63,43 @@ def test_sums_over_a_dim_reach_a_share_of_their_own():
 
 
 @pytest.mark.parametrize(("mesh", "axis", "per_node", "found"), [
-    (Mesh(data=8, pipe=6), "data", 6, Placed(members=8, inside=1, together=6)),  # AxoNN: a replica is a node
-    (Mesh(data=2, pipe=24), "data", 6, Placed(members=2, inside=1, together=6)),
-    (Mesh(data=4, pipe=2), "data", 8, Placed(members=4, inside=4, together=0)),
-    (Mesh(data=8, pipe=2), "data", 8, Placed(members=8, inside=4, together=2)),
-    (Mesh(row=4, col=4), "col", 4, Placed(members=4, inside=4, together=0)),
-    (Mesh(row=4, col=4), "row", 4, Placed(members=4, inside=1, together=4)),
-    (Mesh(row=4, col=4, tile=(2, 2)), "col", 4, Placed(members=4, inside=2, together=2)),  # Optimus, Figure 8
-    (Mesh(row=4, col=4, tile=(2, 2)), "row", 4, Placed(members=4, inside=2, together=2)),
-    (Mesh(pipe=3), "data", 4, Placed(members=1, inside=1, together=0)),
+    (Mesh(data=8, pipe=6), "data", 6, GroupPlacement(members=8, inside=1, together=6)),  # AxoNN: a replica is a node
+    (Mesh(data=2, pipe=24), "data", 6, GroupPlacement(members=2, inside=1, together=6)),
+    (Mesh(data=4, pipe=2), "data", 8, GroupPlacement(members=4, inside=4, together=0)),
+    (Mesh(data=8, pipe=2), "data", 8, GroupPlacement(members=8, inside=4, together=2)),
+    (Mesh(row=4, col=4), "col", 4, GroupPlacement(members=4, inside=4, together=0)),
+    (Mesh(row=4, col=4), "row", 4, GroupPlacement(members=4, inside=1, together=4)),
+    (Mesh(row=4, col=4, tile=(2, 2)), "col", 4, GroupPlacement(members=4, inside=2, together=2)),  # Optimus, Figure 8
+    (Mesh(row=4, col=4, tile=(2, 2)), "row", 4, GroupPlacement(members=4, inside=2, together=2)),
+    (Mesh(pipe=3), "data", 4, GroupPlacement(members=1, inside=1, together=0)),
 ], ids=str)
 def test_where_groups_lie(mesh, axis, per_node, found):
     assert place_groups(mesh, axis, per_node) == found
 
 
 def test_collectives():
-    one = Placed(members=4, inside=4, together=0)
+    one = GroupPlacement(members=4, inside=4, together=0)
     assert all_reduce_seconds(400.0, one, cluster()) == 6 * (1 + 1)
-    across = Placed(members=4, inside=2, together=2)
+    across = GroupPlacement(members=4, inside=2, together=2)
     assert all_reduce_seconds(400.0, across, cluster()) == 2 * (2 + 1) + 400 / 5  # a pair of trees over two nodes
     assert all_reduce_seconds(400.0, across, cluster(), scatters=True) == 6 * (3 / 2 + 100 / 5)
-    four_nodes = Placed(members=8, inside=2, together=2)
+    four_nodes = GroupPlacement(members=8, inside=2, together=2)
     assert all_reduce_seconds(400.0, four_nodes, cluster()) == 14 * ((2 + 1) / 2 + 50 / 5)  # every second hop is inside
     assert all_reduce_seconds(4.0, four_nodes, cluster()) == 2 * (2 * 2 + 1) + 2 * 4 / 5  # two trees over four nodes
     assert all_reduce_seconds(4.0, four_nodes, cluster(collective_seconds=5.0), pieces=3) == 3 * (5 + 10) + 8 / 5
     assert all_reduce_seconds(4.0, four_nodes, cluster(), pieces=3, scatters=True) == pytest.approx(
         3 * 14 * 3 / 2 + 14 * 4 / 8 / 5)
     assert all_reduce_seconds(400.0, one, cluster(collective_seconds=5.0)) == 5 + 12
-    assert all_reduce_seconds(400.0, Placed(members=1), cluster(collective_seconds=5.0)) == 0
-    assert received_seconds(300.0, 3, one, cluster()) == 3 * 1 + 3 and received_seconds(1.0, 1, Placed(members=1),
+    assert all_reduce_seconds(400.0, GroupPlacement(members=1), cluster(collective_seconds=5.0)) == 0
+    assert received_seconds(300.0, 3, one, cluster()) == 3 * 1 + 3 and received_seconds(1.0, 1,
+                                                                                        GroupPlacement(members=1),
                                                                                         cluster()) == 0
     assert tree_seconds(300.0, across, cluster()) == 400 / 100 + 400 / 5
 
 
 def test_a_ring_waits_for_its_slowest_link_and_each_hop_has_its_latency():
     slow_inside = cluster(inside=Link(bandwidth=2.0))
-    across = Placed(members=8, inside=2, together=1)
+    across = GroupPlacement(members=8, inside=2, together=1)
     assert all_reduce_seconds(400.0, across, slow_inside) == 14 * (2 / 2 + 50 / 2)
     assert received_seconds(0.0, 7, replace(across, inside=4), cluster()) == 7 * (2 + 3 * 1) / 4
     assert received_seconds(0.0, 7, replace(across, inside=1), cluster()) == 7 * 2

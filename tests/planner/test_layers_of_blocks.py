@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from ranvier.block import Model
 from ranvier.config.resolve import ResolvedRun
 from ranvier.config.run import Batch, Data, Transformer
-from ranvier.cost.blocks import Same
+from ranvier.cost.blocks import ById
 from ranvier.cost.cluster_files import load_cluster
 from ranvier.cost.kernels import Access, Kernel
 from ranvier.cost.step import _layer_seconds
@@ -136,5 +136,5 @@ def test_each_product_hides_messages_of_one_layer():
     kernels = tuple(Kernel(kind="product", flops=2 * 64 * n * k, shape=(1, 64, n, k), weight="trains",
                            reads=(Access(0, 0, 1), Access(1, 0, 1)), writes=(Access(2, 0, 1),)) for n, k in sizes)
     device = load_cluster("h100").device
-    found = _layer_seconds(Same(kernels), Same(layers), 2, Same(device), "bf16", element_bytes(RUN))
+    found = _layer_seconds(ById(kernels), ById(layers), 2, ById(device), "bf16", element_bytes(RUN))
     assert [y for y, _, _ in found] == pytest.approx([device.kernel_seconds(one, "bf16") for one in kernels[:5]] + [0])

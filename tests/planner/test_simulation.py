@@ -21,7 +21,7 @@ from ranvier.planner.simulation import (
     simulate_step,
 )
 from ranvier.schedule.policies import POLICIES, GPipe, MessageDriven, OneForwardOneBackward
-from ranvier.schedule.simulator import DIRECT, StageTimes, Way, closed_form, passage, simulate
+from ranvier.schedule.simulator import DIRECT, EdgeTimes, StageTimes, closed_form, predict_batch_time, simulate
 from tests.covering import quick
 
 STAGE = StageTimes(forward=1.0, backward=1.0, weight=1.0)
@@ -30,7 +30,7 @@ STAGE = StageTimes(forward=1.0, backward=1.0, weight=1.0)
 @pytest.mark.parametrize("policy", [OneForwardOneBackward(), GPipe()], ids=lambda policy: policy.name)
 @pytest.mark.parametrize(("pipe", "count"), [(1, 1), (1, 7), (2, 1), (4, 3), (4, 16), (8, 64)])
 def test_the_closed_form_holds_for_equal_stages_without_messages(policy, pipe, count):
-    found = passage([STAGE] * pipe, count, policy, pipe, exact=False)
+    found = predict_batch_time([STAGE] * pipe, count, policy, pipe, exact=False)
     assert found.seconds == pytest.approx(3 * (count + pipe - 1))
     assert found.seconds == pytest.approx(simulate([STAGE] * pipe, count, policy, pipe).seconds)
     assert found.bubble_fraction == pytest.approx((pipe - 1) / (count + pipe - 1))
@@ -39,7 +39,7 @@ def test_the_closed_form_holds_for_equal_stages_without_messages(policy, pipe, c
 @pytest.mark.parametrize(("pipe", "count"), [(1, 1), (2, 1), (2, 8), (4, 3), (4, 16), (8, 64)])
 def test_weight_gradients_that_wait_fill_the_end(pipe, count):
     """The closed form is a lower bound; the engine's schedule is at most a tenth above it."""
-    least = passage([STAGE] * pipe, count, MessageDriven(), pipe, exact=False).seconds
+    least = predict_batch_time([STAGE] * pipe, count, MessageDriven(), pipe, exact=False).seconds
     assert least == max(2 * (count - 1) + 2 * pipe + 1, pipe - 1 + 3 * count)
     real = simulate([STAGE] * pipe, count, MessageDriven(), pipe, defer_bytes="auto").seconds
     assert least <= real + 1e-9 and real <= 1.1 * least
@@ -47,7 +47,7 @@ def test_weight_gradients_that_wait_fill_the_end(pipe, count):
 
 def test_the_first_stage_ends_with_weight_gradients():
     stages = [replace(STAGE, weight=4.0), replace(STAGE, weight=0.0)]
-    least = passage(stages, 1, MessageDriven(), 2, exact=False).seconds
+    least = predict_batch_time(stages, 1, MessageDriven(), 2, exact=False).seconds
     assert least == simulate(stages, 1, MessageDriven(), 2, defer_bytes="auto").seconds == 8
 
 
@@ -58,20 +58,20 @@ def test_short_simulations_give_the_long_one(data):
     stages = [StageTimes(**{name: data.draw(st.integers(1, 9)) / 4 for name in ("forward", "backward", "weight")})
               for _ in range(pipe)]
     policy = data.draw(st.sampled_from(POLICIES))
-    way = Way(transfer=(data.draw(st.integers(0, 4)) / 8,) * (pipe - 1), latency=(data.draw(st.integers(0, 4)) / 8,)
-              * (pipe - 1))
+    edges = EdgeTimes(transfer=(data.draw(st.integers(0, 4)) / 8,) * (pipe - 1),
+                      latency=(data.draw(st.integers(0, 4)) / 8,) * (pipe - 1))
     count = data.draw(st.integers(1, 120))
-    whole = simulate(stages, count, policy, pipe, hop=way.hop, transfer=way.busy,
+    whole = simulate(stages, count, policy, pipe, hop=edges.hop, transfer=edges.busy,
                      defer_bytes="auto").seconds
-    assert passage(stages, count, policy, pipe, way=way).seconds == pytest.approx(whole, rel=0.05)
+    assert predict_batch_time(stages, count, policy, pipe, edges=edges).seconds == pytest.approx(whole, rel=0.05)
 
 
 def test_the_dearest_stage_and_the_in_flight_limit_bound_the_closed_form():
     """The second, slowest stage waits for one forward and is followed by one backward."""
     assert closed_form([1.0, 3.0, 2.0], 10, 3) == 1 + 10 * 3
-    slow = Way(transfer=(0.0, 0.0), latency=(5.0, 5.0))
+    slow = EdgeTimes(transfer=(0.0, 0.0), latency=(5.0, 5.0))
     assert closed_form([1.0, 3.0, 2.0], 10, 2, slow) == 4 * 26 + 24 + 2 * 2, "four full rounds, and two more"
-    busy = Way(transfer=(4.0, 0.0), latency=(0.0, 0.0))
+    busy = EdgeTimes(transfer=(4.0, 0.0), latency=(0.0, 0.0))
     assert closed_form([1.0, 3.0, 2.0], 10, 10, busy) == 9 * 4 + 6 + 8
 
 
@@ -88,12 +88,12 @@ def test_no_schedule_is_faster_than_the_closed_form(data):
         longer = weight * data.draw(st.sampled_from([-0.3, 0.0, 0.9]))
         stages.append(StageTimes(forward=data.draw(seconds), backward=data.draw(seconds) + 0.9, weight=weight,
                                  longer_backward=longer, deferred_factor=1.3, alive_bytes=1 if weight else 0))
-    way = Way(transfer=tuple(data.draw(seconds) for _ in range(pipe - 1)),
-              latency=tuple(data.draw(seconds) for _ in range(pipe - 1)))
+    edges = EdgeTimes(transfer=tuple(data.draw(seconds) for _ in range(pipe - 1)),
+                      latency=tuple(data.draw(seconds) for _ in range(pipe - 1)))
     in_flight, deferred = data.draw(st.integers(1, 6)), data.draw(st.sampled_from([0, 2, 100]))
-    least = passage(stages, count, policy, in_flight, way=way, defer_bytes=deferred, exact=False).seconds
-    assert least <= simulate(stages, count, policy, policy.in_flight(in_flight, count), hop=way.hop, transfer=way.busy,
-                             defer_bytes=deferred).seconds * (1 + 1e-9)
+    least = predict_batch_time(stages, count, policy, in_flight, edges=edges, defer_bytes=deferred, exact=False).seconds
+    assert least <= simulate(stages, count, policy, policy.in_flight(in_flight, count), hop=edges.hop,
+                             transfer=edges.busy, defer_bytes=deferred).seconds * (1 + 1e-9)
 
 
 def test_messages_of_an_edge_wait_for_each_other():

@@ -39,7 +39,7 @@ HERE = "tests.testing_tools.test_fault_injection"
 
 EXAMPLES = ["kill:rank=1,call=200", "stop:rank=0,seconds=2.5", "delay:rank=3,message=7,for=1.5",
             "drop:rank=2,message=1", "corrupt:rank=0,message=3,bit=77", "allocation:rank=0,call=1",
-            "disk:rank=0,seconds=0.0,for=3.0,bytes=10", "drop:rank=2,message=1,of=order",
+            "disk:rank=0,seconds=0.0,for=3.0,bytes=10", "drop:rank=2,message=1,of=command",
             "kill:rank=1,call=7,of=transition", "slow:rank=0,call=2,for=0.1"]
 
 
@@ -63,7 +63,7 @@ def test_text_there_and_back(text):
     ("delay:rank=1,message=1", "a delay needs for=SECONDS"), ("slow:rank=1,call=1", "slow needs for=SECONDS"),
     ("kill:rank=1,call=1,for=3", "for has no effect on kill"),
     ("drop:rank=1,call=1,bit=3", "bit has no effect on drop"), ("kill:rank=1,call=1,bytes=3", "bytes has no effect"),
-    ("drop:rank=1,message=1,of=gossip", "of must be one of state, order, transition"),
+    ("drop:rank=1,message=1,of=gossip", "of must be one of state, command, transition"),
     ("drop:rank=1,call=1,of=state", "of=state needs message=")])
 def test_what_is_no_fault_is_refused(text, what):
     with pytest.raises(ConfigError, match=rf"^fault: {what}.* Write KIND:rank=R,call=N .*kill, stop, delay, slow, "):
@@ -135,7 +135,7 @@ def test_one_message_is_dropped(fault, arrived):
 
 
 @pytest.mark.parametrize(("fault", "arrived"), [
-    ("drop:rank=0,message=2,of=state", [0, 1, 2, 4]), ("drop:rank=0,message=1,of=order", [0, 1, 2, 3, 4]),
+    ("drop:rank=0,message=2,of=state", [0, 1, 2, 4]), ("drop:rank=0,message=1,of=command", [0, 1, 2, 3, 4]),
     ("drop:rank=0,message=2,of=transition", [0, 1, 2, 4]), ("drop:rank=0,call=3,of=transition", [0, 1, 2, 3])])
 def test_faults_that_are_aimed(fault, arrived):
     """Messages 1 and 3 carry state; a transition begins before message 2."""

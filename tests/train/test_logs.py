@@ -20,7 +20,7 @@ STEPS = [{"step": step, "loss": None if step == 7 else 5.0 / step, "tokens": 128
 EVENTS = [{"step": 0, "event": "start", "recipe": "gpt-tiny", "mesh": {"data": 2, "pipe": 1, "row": 1, "col": 1}},
           {"step": 4, "event": "checkpoint", "text": "saved über", "bytes": 3, "stall_seconds": 0.1},
           {"step": 9, "event": "transition", "text": "froze layer 0", "frozen_layers": 1,
-           "mesh": {"data": 1, "pipe": 2, "row": 1, "col": 1}, "wish": "0123456789abcdef"},
+           "mesh": {"data": 1, "pipe": 2, "row": 1, "col": 1}, "request_id": "0123456789abcdef"},
           {"step": 20, "event": "end", "final_loss": 0.25, "seconds": 3.0, "sample": None}]
 
 

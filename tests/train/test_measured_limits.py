@@ -166,7 +166,7 @@ def given(monkeypatch, *limits):
 def test_a_run_takes_the_limits_and_loses_nothing(run, tmp_path, monkeypatch):
     """Losses are bit-identical; the choice is reported, in run.toml, and with its outcome in the summary. A run from
     that file has these limits from the start, and measures no others; on other GPUs its cluster is another one."""
-    monkeypatch.setattr(setup, "_cluster_here", lambda world: "h100")
+    monkeypatch.setattr(setup, "_cluster_of_device", lambda world: "h100")
     plain = trained(replace(run, pipeline=Pipeline(memory=None)), tmp_path / "plain")
     assert "limits" not in plain[0]
     asked = given(monkeypatch, Limits(in_flight=4, deferred=(2, 3), last=3))

@@ -28,7 +28,15 @@ from ranvier.train import metrics
 from ranvier.train.events import StartEvent
 from ranvier.train.history import History
 from ranvier.train.metrics import TIMELINE_STEPS, Meter, PeakRate, matrix_product_rate
-from ranvier.train.report import draw_course, draw_loss, smoothed, steady, summarise, write_report, write_trace
+from ranvier.train.report import (
+    draw_elastic_run,
+    draw_loss,
+    median_after_warm_up,
+    smoothed,
+    summarise,
+    write_report,
+    write_trace,
+)
 from tests.errors import raises
 
 pytestmark = pytest.mark.pictures
@@ -193,7 +201,7 @@ def test_steps_are_whole_numbers(tmp_path, monkeypatch):
         assert len(ticks) >= min(count, 4) and all(tick == int(tick) for tick in ticks)
     history = history_of(tmp_path)
     history.frozen, history.meshes = {0: 0}, {0: (2, 2), 3: (2, 1)}
-    draw_course(tmp_path / "course.png", history, "gpt-tiny")
+    draw_elastic_run(tmp_path / "course.png", history, "gpt-tiny")
     for axes in figures[-1].axes[:2]:
         assert all(tick == int(tick) for tick in axes.get_yticks()), "layers and ranks are whole numbers"
 
@@ -203,7 +211,7 @@ def test_a_title_of_any_name_is_whole(tmp_path, monkeypatch):
     monkeypatch.setattr(Figure, "savefig", lambda figure, path: figures.append(figure))
     title = "a-recipe-of-$1_$-and-a-long-name-" * 3 + " on mesh data 16 x pipe 8 x row 2 x col 4"
     draw_loss(tmp_path / "loss.png", {1: 2.0}, {}, title)
-    draw_course(tmp_path / "course.png", history_of(tmp_path), title)
+    draw_elastic_run(tmp_path / "course.png", history_of(tmp_path), title)
     for figure in figures:
         figure.canvas.draw()
         drawn = figure.axes[0]._left_title.get_window_extent()
@@ -215,7 +223,7 @@ def test_smoothing_is_centred():
 
 
 def test_steady_is_the_median_after_the_first_two():
-    assert steady([1.0, 1.0, 10.0, 12.0, 14.0]) == 12.0 and steady([1.0, 3.0]) == 2.0
+    assert median_after_warm_up([1.0, 1.0, 10.0, 12.0, 14.0]) == 12.0 and median_after_warm_up([1.0, 3.0]) == 2.0
 
 
 def history_of(run_dir):

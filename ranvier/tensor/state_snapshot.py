@@ -2,8 +2,8 @@
 attributes of modules, the contents of their lists, dicts, sets and objects, and states of random number generators. For
 tensors and arrays in these, only the fact that they were changed in place is detected.
 
-    then = Remembered(modules)          before the first run, which may change all this
-    with then.given_back(): ...         the second run finds the state of the first; then the current state is restored
+    then = StateSnapshot(modules)          before the first run, which may change all this
+    with then.restored(): ...         the second run finds the state of the first; then the current state is restored
 
 Torch's own generators are left out: `torch.utils.checkpoint` restores their states.
 """
@@ -42,7 +42,7 @@ _MOST_ELEMENTS = 10_000
 """Largest list, dict or set of an object that is copied (larger ones hold data); elements of an array to compare."""
 
 
-class Remembered:
+class StateSnapshot:
     """A snapshot. modules: modules whose attributes a forward may read or change. common: whether to include the
     generators of the modules `random` and `numpy.random`. arrays: whether to compare the contents of arrays."""
 
@@ -113,15 +113,15 @@ class Remembered:
                                             if bytes_of(array, _MOST_ELEMENTS) != before), None)
 
     @contextmanager
-    def given_back(self) -> Iterator[None]:
-        now = Remembered(self._modules, common=bool(self._generators))
-        self.give_back()
+    def restored(self) -> Iterator[None]:
+        now = StateSnapshot(self._modules, common=bool(self._generators))
+        self.restore()
         try:
             yield
         finally:
-            now.give_back()
+            now.restore()
 
-    def give_back(self) -> None:
+    def restore(self) -> None:
         """Restore the recorded state."""
         for attributes, found in self._attributes:
             for name in attributes.keys() - found.keys() - OF_EVERY_MODULE:
