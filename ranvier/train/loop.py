@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from typing import TextIO
 
 from ranvier.arguments import check_arguments
-from ranvier.config import read, rules
+from ranvier.config import read
 from ranvier.config.resolve import ResolvedRun, resolve
 from ranvier.config.run import Run
 from ranvier.elastic.freezing import FreezePolicy
@@ -51,8 +51,6 @@ def train(run: Run, recipe: str, world: World, *, trackers: Sequence[Tracker] = 
     """
     check_arguments(train, locals(), but=("stream",))
     closed = resolve(run)
-    for problem in rules.problems(closed, world.size, num_blocks=None):
-        raise problem
     if origins is None:
         origins = {name: "call" for name, value in read.flatten(run).items() if value != read.settings()[name].default}
     if world.rank == 0:

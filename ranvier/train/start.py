@@ -8,8 +8,8 @@ from functools import partial
 from typing import TextIO
 
 from ranvier.checkpoint.files import acquire_folders
+from ranvier.config import rules
 from ranvier.config.resolve import ResolvedRun
-from ranvier.config.rules import length_warnings
 from ranvier.config.task_form import form_of
 from ranvier.elastic.freezing import FreezePolicy, FrozenLayers
 from ranvier.errors import ConfigError
@@ -71,6 +71,8 @@ def start(run: ResolvedRun, recipe: str, world: World, trackers: Sequence[Tracke
     run, data, pretrained = setup.prepare_run(run, world, stream)
     named_cluster = run.launch.cluster
     given = setup.agree_on_run(run, recipe, data, members.everyone, world)
+    for problem in rules.problems(given, world.size, num_blocks=None):  # which the command has found before the start
+        raise problem
     world.mesh = given.mesh
     run = check_fits(given, world, members.everyone)
     members.everyone.barrier()  # every rank must have read its free memory first
@@ -138,7 +140,7 @@ def start(run: ResolvedRun, recipe: str, world: World, trackers: Sequence[Tracke
         notes += [NoteEvent(step=done, event="data", text=f"warning: {warning}") for warning in data.warnings]
         if run.train.epochs is not None:  # the number of steps is known only now
             notes += [NoteEvent(step=done, event="settings", text=str(warning))
-                      for warning in length_warnings(run.train)]
+                      for warning in rules.length_warnings(run.train)]
 
         # 5. The final value of every setting is written and reported.
         run = session.run = setup.resolve_remaining(run, engine, world, saving.origin)
