@@ -23,6 +23,7 @@ from ranvier.checkpoint.hf.export_model import TrainedSource, averages_in, newes
 from ranvier.checkpoint.hf.from_pretrained import load_pretrained, with_model
 from ranvier.checkpoint.hf.image_files import check_pixels
 from ranvier.checkpoint.hf.import_model import check_source
+from ranvier.checkpoint.hf.peft import AdapterFolder, load_adapters, with_adapter_settings
 from ranvier.checkpoint.hf.pretrained import Pretrained
 from ranvier.checkpoint.hf.tokenizer_files import TOKENIZER, tokenizer_beside
 from ranvier.checkpoint.manifest import Saved, run_folders
@@ -94,8 +95,16 @@ class Trained:
                 for name, value in self.unnamed.items() if name not in flags]
 
     def with_model_sizes(self, run: Run) -> Run:
-        """The run with the sizes of the folder's model."""
-        return run if self.pretrained is None else with_model(run, self.pretrained)
+        """The run with the sizes of the folder's model, and the settings of `lora.adapters`. ConfigError for adapters
+        of a checkpoint, which has its own."""
+        if self.pretrained is not None:
+            return with_adapter_settings(with_model(run, self.pretrained))
+        if run.lora.adapters is not None:
+            raise ConfigError("would replace those of a checkpoint, which are evaluated with it",
+                              code="adapters-of-checkpoint", where="lora.adapters", value=run.lora.adapters,
+                              remedy="Leave it out, or evaluate the folder in Hugging Face's format to which the "
+                                     "adapters belong.")
+        return run
 
     def with_model_classes(self, data: Prepared) -> Prepared:
         """The data with the model's class numbers. DataError if it has other classes or tokens."""
@@ -223,6 +232,9 @@ def build_engine(run: ResolvedRun, trained: Trained, world: World) -> Engine:
                     pipeline=run.pipeline, tensor=run.tensor, seed=run.seed, dtype=DTYPES[run.precision], sample=sample,
                     timeout_seconds=run.comm.timeout_seconds, flags=True)
     trained.fill(engine)
+    if run.lora.adapters is not None:
+        folder = AdapterFolder(Path(os.path.expanduser(run.lora.adapters)))
+        load_adapters(engine, folder, families.config_of(run), families.head_of(run))
     return engine
 
 

@@ -160,6 +160,25 @@ def test_a_folder_of_hugging_face(folder, capsys, tmp_path):
     assert found["text"]["perplexity"] > 1
 
 
+def test_adapters_of_a_folder_are_evaluated_on_their_model(folder, capsys, tmp_path):
+    settings = ["--data.corpus", folder / "text.txt", "--data.cache-dir", tmp_path / "cache", "--precision", "fp64",
+                "--model.sequence", "16"]
+    args = ["train", folder, *settings, "--train.steps", "2", "--train.warmup-steps", "0", "--train.learning-rate", "1",
+            "--lora.rank", "2", "--lora.targets", "all-linear", "--train.sample-tokens", "0", "--run-dir",
+            tmp_path / "run", "--batch.global-size", "2", "--batch.microbatch-size", "2"]
+    assert run_command([*map(str, args)]) == 0
+    assert run_command(["export", str(tmp_path / "run"), str(tmp_path / "adapters"), "--adapters"]) == 0
+    data = ["--data", f"x={folder / 'text.txt'}"]
+    tuned = results(capsys, tmp_path / "run", *data)["x"]
+    found = results(capsys, folder, *data, *settings, "--lora.adapters", tmp_path / "adapters")["x"]
+    assert found == pytest.approx(tuned, rel=1e-6)
+    assert results(capsys, folder, *data, *settings)["x"]["loss"] != pytest.approx(tuned["loss"], rel=1e-2)
+    assert run_command(["evaluate", str(tmp_path / "adapters")]) == 2
+    assert "--lora.adapters" in capsys.readouterr().err
+    with reports("adapters-of-checkpoint"):
+        assert run_command(["evaluate", str(tmp_path / "run"), "--lora.adapters", str(tmp_path / "adapters")]) == 2
+
+
 def test_tasks_of_the_harness_are_those_of_its_own_model(folder, capsys, tmp_path):
     """The harness's own model of transformers gives the same numbers on one rank."""
     lm_eval = pytest.importorskip("lm_eval")

@@ -153,9 +153,11 @@ def newest_whole(path: Path, tell: Progress) -> Saved:
         for problem in problems:
             tell(f"left out: {problem.where}: {problem.what}")
         return saved
+    adapters = (" `ranvier evaluate MODEL --lora.adapters` takes this folder of adapters; `ranvier export` of their "
+                "run merges them into the model." if (path / "adapter_config.json").is_file() else "")
     raise problems[0] if problems else CheckpointError(
         "has no checkpoint" if path.exists() else "does not exist", code="folder-without-checkpoint", where=str(path),
-        remedy="Name a run's folder, its folder of checkpoints, or one of them.")
+        remedy=f"Name a run's folder, its folder of checkpoints, or one of them.{adapters}")
 
 
 def averages_in(saved: Saved) -> Mapping[str, SavedTensor]:
