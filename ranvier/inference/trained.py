@@ -26,7 +26,7 @@ from ranvier.checkpoint.hf.import_model import check_source
 from ranvier.checkpoint.hf.peft import AdapterFolder, load_adapters, with_adapter_settings
 from ranvier.checkpoint.hf.pretrained import Pretrained
 from ranvier.checkpoint.hf.tokenizer_files import TOKENIZER, tokenizer_beside
-from ranvier.checkpoint.manifest import Saved, run_folders
+from ranvier.checkpoint.manifest import Saved, find, run_folders
 from ranvier.config import read
 from ranvier.config.resolve import Facts, ResolvedRun, resolve
 from ranvier.config.run import Run, TensorParallel, Transformer
@@ -129,7 +129,7 @@ def open_trained(path: Path, tell: Callable[[str], None], *, ema: bool = False) 
     ema: use the moving averages of a checkpoint's parameters; otherwise the exact master copies are used, if there are
     any.
     """
-    path = local_path(path, tell)
+    path = _in_folder(path, tell)
     if (path / "config.json").is_file():
         if ema:
             raise no_averages(path)
@@ -163,6 +163,11 @@ def open_trained(path: Path, tell: Callable[[str], None], *, ema: bool = False) 
                    labels=tuple(map(str, labels)) if isinstance(labels, list) else (),
                    tokenizer=tokenizer if isinstance(tokenizer, str) else None, frozen=saved.manifest.frozen_layers,
                    unnamed=unnamed)
+
+
+def _in_folder(path: Path, tell: Callable[[str], None]) -> Path:
+    """`local_path`, unless there are checkpoints: RUN/best has the form of a model's name on the hub."""
+    return path if find(path) else local_path(path, tell)
 
 
 def _words(value: object) -> list[str]:
@@ -273,7 +278,7 @@ def open_model(path: Path, tell: Callable[[str], None], *, ema: bool = False) ->
     """The model at `path`: a run's folder (its newest complete checkpoint), a folder of checkpoints, a checkpoint, a
     folder in Hugging Face's format, a GGUF file, or a model's name. ema: use the moving averages of a checkpoint's
     parameters instead. CheckpointError, ModelError or DataError if there is no model, or it is not a decoder."""
-    path = local_path(path, tell)
+    path = _in_folder(path, tell)
     if (path / "config.json").is_file():
         if ema:
             raise no_averages(path)

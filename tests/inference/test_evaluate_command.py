@@ -89,6 +89,10 @@ def test_checkpoints_elsewhere(runs, capsys, tmp_path, monkeypatch):
         assert run_command(["export", run, out]) == 0
         assert Path(out, "tokenizer.json").read_bytes() == Path("runs/tr/tokenizer.json").read_bytes()
     assert run_command(["generate", "runs/tr", "--prompt", "good", "--max-tokens", "1"]) == 0
+    monkeypatch.chdir("runs")  # where the hub might have a model of the name tr/best
+    assert run_command(["generate", "tr/best", "--prompt", "good", "--max-tokens", "1"]) == 0
+    assert results(capsys, "tr/best") == results(capsys, "tr")
+    monkeypatch.chdir(tmp_path)
     Path("runs/tr/run.toml").rename("any.toml")
     Path("runs/tr/run.toml").symlink_to(tmp_path / "any.toml")  # may be another user's
     assert run_command(["export", "runs/tr", "again"]) == 2
