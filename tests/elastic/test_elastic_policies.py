@@ -53,7 +53,7 @@ def asked_for_norms(run, monkeypatch):
 
 
 def test_depths_follow_from_the_norms_of_the_gradients(sentences, tmp_path, monkeypatch):
-    elastic, train = Elastic(freeze="gradient-norm", alpha=0.5, every=2), Train(steps=12, learning_rate=3e-3)
+    elastic, train = Elastic(freeze="gradient-norm", alpha=0.5, every=2), Train(steps=8, learning_rate=3e-3)
     one = tiny(sentences, tmp_path / "one", mesh=Mesh(), elastic=elastic, train=train, batch=AT_ONCE)
     run = tiny(sentences, tmp_path / "run", mesh=Mesh(pipe=2), elastic=elastic, train=train, batch=IN_TWO)
     dry = tiny(sentences, tmp_path / "dry", mesh=Mesh(), elastic=replace(elastic, dry_run=True),

@@ -58,7 +58,7 @@ def test_a_cache_of_other_data_is_not_read(sentences, tmp_path):
     other = tmp_path / "other.tsv"
     other.write_text("\n".join(["label\tsentence", *(f"{label}\t{text}" for (label, _, _), text in
                                                     zip(swapped[1:], reversed(texts), strict=True))]))
-    first = tiny(sentences, tmp_path / "first", mesh=Mesh(), elastic=cached, train=Train(steps=14), batch=AT_ONCE)
+    first = tiny(sentences, tmp_path / "first", mesh=Mesh(), elastic=cached, train=Train(steps=3), batch=AT_ONCE)
     run_all(first)
     found = []
     for name, elastic in (("plain", frozen), ("cached", cached)):

@@ -131,20 +131,20 @@ class Sets:
         return self.answers[facts.evaluation - 1]
 
 
-SETS_TRAIN = Train(steps=14, learning_rate=3e-3)
+SETS_TRAIN = Train(steps=10, learning_rate=3e-3)
 
 
 @pytest.fixture(scope="module")
 def few(tmp_path_factory):
-    """A folder of sentences with epochs of five batches."""
+    """A folder of sentences with epochs of three batches."""
     folder = tmp_path_factory.mktemp("few")
-    write_sentences(folder, train=40)
+    write_sentences(folder, train=24)
     return folder
 
 
 @pytest.fixture(scope="module")
 def sets_in_one_process(few, tmp_path_factory):
-    run = tiny(few, tmp_path_factory.mktemp("sets") / "run", mesh=Mesh(), elastic=Elastic(every=3), train=SETS_TRAIN,
+    run = tiny(few, tmp_path_factory.mktemp("sets") / "run", mesh=Mesh(), elastic=Elastic(every=2), train=SETS_TRAIN,
                batch=AT_ONCE)
     run_all(run, freezing=Sets())
     return losses(run)
@@ -154,21 +154,21 @@ def test_sets_of_layers_on_a_mesh_that_changes(few, tmp_path, sets_in_one_proces
     """The run also resumes from a checkpoint. tests/elastic/test_freezing_ties.py compares with plain PyTorch."""
     always(monkeypatch)
     run = tiny(few, tmp_path / "run", mesh=Mesh(pipe=2), train=SETS_TRAIN, batch=IN_TWO,
-               checkpoint=Checkpoint(every=5, keep=3), elastic=replace(
-                   CACHED, freeze="none", manual=(), every=3, cache_dir=tmp_path / "cache"))
+               checkpoint=Checkpoint(every=7, keep=3), elastic=replace(
+                   CACHED, freeze="none", manual=(), every=2, cache_dir=tmp_path / "cache"))
     results, text = run_all(run, freezing=Sets())
     assert losses(run) == pytest.approx(sets_in_one_process, rel=1e-9)
     assert [line["frozen_layers"] for line in transitions(run)] == [2, 3, 2, 2]
     assert transitions(run)[-1]["mesh"]["data"] == 2 and read_rows(results) > 0
-    for told in ("step 3: froze layers 1 and 3; ", "step 6: froze layer 0; ",
-                 "step 9: froze layer 4; unfroze layers 1 and 3; ", "step 12: froze layer 1; unfroze layer 4; "):
+    for told in ("step 2: froze layers 1 and 3; ", "step 4: froze layer 0; ",
+                 "step 6: froze layer 4; unfroze layers 1 and 3; ", "step 8: froze layer 1; unfroze layer 4; "):
         assert told in text
-    folder = run.run_dir / "checkpoint" / "step-10"
+    folder = run.run_dir / "checkpoint" / "step-7"
     again = replace(run, resume=str(folder), run_dir=tmp_path / "again", mesh=Mesh(data=2))
     run_all(again, freezing=Sets())
     # layers that train again have missed updates
     assert '"missed_updates":{"layer1.' in (folder / "manifest.json").read_text()
-    assert losses(again) == pytest.approx(sets_in_one_process[10:], rel=1e-9)
+    assert losses(again) == pytest.approx(sets_in_one_process[7:], rel=1e-9)
 
 
 @pytest.mark.slow
@@ -248,7 +248,7 @@ def test_too_few_samples_to_compare(sentences, tmp_path):
 def test_a_resumed_run_is_told_the_same(sentences, tmp_path):
     """Also the numbers of the step and the evaluation that were pending when the checkpoint was written."""
     run = tiny(sentences, tmp_path / "run", mesh=Mesh(), elastic=Elastic(every=7), batch=AT_ONCE,
-               checkpoint=Checkpoint(every=4, keep=9))
+               train=Train(steps=15, learning_rate=3e-3, eval_every=12), checkpoint=Checkpoint(every=4, keep=9))
     whole = Told()
     run_all(run, freezing=whole)
     rest = Told()

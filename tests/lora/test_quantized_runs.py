@@ -14,7 +14,7 @@ from ranvier.data import tokenizer as tokenizers
 from ranvier.mesh import Mesh
 from ranvier.tensor.quantized_weight import BLOCK, QuantizedWeight
 from tests.covering import quick
-from tests.elastic.runs import always, losses, run_all, transitions
+from tests.elastic.runs import IN_TWO, always, losses, run_all, transitions
 from tests.elastic.test_elastic_decoders import BY_HAND, MODELS, in_one_process, run_of, text  # noqa: F401
 from tests.lora.test_lora_runs import last_eval_loss
 
@@ -28,11 +28,11 @@ def test_a_moving_and_resumed_run_is_the_run_of_one_process(text, tmp_path, monk
     by_hand = replace(BY_HAND, manual=("3:1",))
     expected = in_one_process(text, tmp_path / "one", elastic=by_hand, **shorter)
     always(monkeypatch)
-    run = run_of(text, tmp_path / "run", checkpoint=Checkpoint(every=5, keep=5),
+    run = run_of(text, tmp_path / "run", mesh=Mesh(pipe=2), batch=IN_TWO, checkpoint=Checkpoint(every=5, keep=5),
                  elastic=replace(by_hand, cache_dir=tmp_path / "outputs"), **shorter)
     run_all(run)
     assert losses(run) == pytest.approx(expected, rel=1e-9)
-    assert [(line["step"], line["mesh"]["pipe"], line["mesh"]["data"]) for line in transitions(run)] == [(3, 2, 2)]
+    assert [(line["step"], line["mesh"]["pipe"], line["mesh"]["data"]) for line in transitions(run)] == [(3, 1, 2)]
     again = replace(run, run_dir=tmp_path / "again", mesh=Mesh(pipe=2), resume=str(tmp_path / "run/checkpoint/step-5"),
                     elastic=replace(run.elastic, cache=False))
     run_all(again)
