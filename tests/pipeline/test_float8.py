@@ -55,10 +55,13 @@ class Block(nn.Module):
         return x + self.down(functional.gelu(self.up(x)))
 
 
-def chain():
-    """The first, the last and an odd block stay as they are: four of the ten layers are in float8."""
+WIDTHS, FEW = (32, 32, 24, 32, 32), (32, 32, 32)
+"""The first, the last and an odd block stay as they are: four of the ten layers are in float8, or two of six."""
+
+
+def chain(widths=WIDTHS):
     torch.manual_seed(3)
-    return nn.Sequential(Block(), Block(), Block(24), Block(), Block())
+    return nn.Sequential(*map(Block, widths))
 
 
 def batches(replicas, count=3):
@@ -72,10 +75,10 @@ def loss(y, targets):
     return (y - targets).square().sum(), targets.shape[0]
 
 
-def expected(replicas):
+def expected(replicas, widths=WIDTHS):
     """Gradients of the reference, by plain PyTorch on one process."""
-    blocks = chain()
-    for number in (1, 3):
+    blocks = chain(widths)
+    for number in range(1, len(widths) - 1, 2):
         for layer in (blocks[number].up, blocks[number].down):
             layer.forward = lambda x, layer=layer: Reference.apply(x, layer.weight, layer.bias)
     weight = 0
@@ -87,8 +90,8 @@ def expected(replicas):
     return {name: parameter.grad / weight for name, parameter in blocks.named_parameters()}
 
 
-def gradients(mesh, **settings):
-    blocks, given = chain(), batches(mesh.data)  # ranks are threads, which share torch's generator
+def gradients(mesh, widths=WIDTHS, **settings):
+    blocks, given = chain(widths), batches(mesh.data)  # ranks are threads, which share torch's generator
 
     def on_rank(world):
         engine = Engine(deepcopy(blocks), world, mesh=mesh, loss=loss, float8=True,
@@ -115,8 +118,9 @@ def gradients(mesh, **settings):
 ], ids=["one rank", "pipe", "data and pipe", "recomputed", "compiled", "compiled, recomputed"])
 def test_gradients_are_those_of_rounded_operands(mesh, settings, monkeypatch):
     monkeypatch.setattr(compiled, "BACKEND", "aot_eager")
-    found, wanted = gradients(mesh, **settings), expected(mesh.data)
-    assert len(found) == len(wanted) == 20
+    widths = FEW if "compile" in settings else WIDTHS  # each graph takes a second
+    found, wanted = gradients(mesh, widths, **settings), expected(mesh.data, widths)
+    assert len(found) == len(wanted) == 4 * len(widths)
     for name, grad in wanted.items():
         torch.testing.assert_close(found[name], grad, rtol=0, atol=2e-6 * float(grad.abs().max()), msg=name)
 
