@@ -256,27 +256,27 @@ def test_products_that_take_longer_later_wait_at_the_end_only():
     assert computed_limits([load(factor=1.1)] * 8, MessageDriven(), memory=1.5, num_microbatches=8).last is None
 
 
-@pytest.mark.parametrize(("placement", "gain"), [
-    (StagePlacement(num_ranks=16, per_rank=4, how="interleaved"), 0.10),
-    (StagePlacement(num_ranks=20), 0.02)], ids=str)
-def test_deep_pipelines_use_the_memory_that_there_is(placement, gain):
+@pytest.mark.parametrize(("placement", "microbatches", "gain"), [
+    (StagePlacement(num_ranks=12, per_rank=4, how="interleaved"), 24, 0.10),
+    (StagePlacement(num_ranks=20), 32, 0.02)], ids=str)
+def test_deep_pipelines_use_the_memory_that_there_is(placement, microbatches, gain):
     """Interleaved 1F1B, and the rule for one stage on each rank, wait longer."""
     stages, policy = [load()] * placement.num_stages, MessageDriven()
-    chosen = computed_limits(stages, policy, memory=1.1, placement=placement, num_microbatches=32)
-    usual = Limits(in_flight=32, deferred=(0,) * 16, alternating=True) if placement.per_rank > 1 else rule_limits(
+    chosen = computed_limits(stages, policy, memory=1.1, placement=placement, num_microbatches=microbatches)
+    usual = Limits(in_flight=24, deferred=(0,) * 12, alternating=True) if placement.per_rank > 1 else rule_limits(
         [True] * 20)
-    found, other = (predict(stages, policy, limits, placement, 32) for limits in (chosen, usual))
+    found, other = (predict(stages, policy, limits, placement, microbatches) for limits in (chosen, usual))
     assert found.memory <= 1.1 and found.step < (1 - gain) * other.step
 
 
 @pytest.mark.parametrize("how", ["v-shape", pytest.param("interleaved", marks=pytest.mark.slow)])
 def test_deep_pipelines_have_fewer_in_flight_where_a_stage_keeps_more(how):
     """The first stage keeps too much for an even flow with the maximum in flight; the rule waits longer."""
-    placement, policy = StagePlacement(num_ranks=16, per_rank=4, how=how), MessageDriven()
-    stages = [replace(load(), graph=1.3), *[load()] * 63]
-    chosen = computed_limits(stages, policy, memory=1.0, placement=placement, num_microbatches=32)
-    found, rule = (predict(stages, policy, limits, placement, 32)
-                   for limits in (chosen, rule_limits([True] * 64, placement)))
+    placement, policy = StagePlacement(num_ranks=12, per_rank=4, how=how), MessageDriven()
+    stages = [replace(load(), graph=1.3), *[load()] * 47]
+    chosen = computed_limits(stages, policy, memory=1.0, placement=placement, num_microbatches=24)
+    found, rule = (predict(stages, policy, limits, placement, 24)
+                   for limits in (chosen, rule_limits([True] * 48, placement)))
     assert found.memory <= 1.0 and found.step < 0.96 * rule.step
 
 

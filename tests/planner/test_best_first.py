@@ -142,7 +142,7 @@ def test_the_bound_of_several_stages_on_each_rank(data):
 
 
 @settings(deadline=None, max_examples=4, derandomize=True)
-@given(layers=st.integers(3, 5), size=st.sampled_from([4, 8]), pipe=st.sampled_from([2, 3]),
+@given(layers=st.integers(3, 4), size=st.just(4), pipe=st.sampled_from([2, 3]),
        flops=st.sampled_from([1.0, 1e-3]))
 def test_stages_per_rank_are_searched(layers, size, pipe, flops):
     """For one mesh the search finds the best number of stages per rank, to half a percent."""

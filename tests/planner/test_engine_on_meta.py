@@ -161,5 +161,5 @@ def test_presets(number, name):
         "batch": Batch(global_size=24, microbatch_size=12)})])
 def test_meshes(recipe, mesh, optim, changed):
     run = read.merge([read.load(recipe)[1]]).run
-    check(replace(run, mesh=mesh, model=replace(run.model, num_layers=4), optim=replace(optim, bucket_size=5000), **{
+    check(replace(run, mesh=mesh, model=replace(run.model, num_layers=3), optim=replace(optim, bucket_size=5000), **{
         "batch": Batch(global_size=24, microbatch_size=2)} | changed))

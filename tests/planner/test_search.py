@@ -376,7 +376,8 @@ def test_the_command_plans_and_writes_a_run_that_can_be(capsys, tmp_path):
 def test_the_run_file_of_a_plan_says_what_differs_from_the_defaults_and_is_the_same_run(capsys, tmp_path):
     """Also if the user's value is the default and the preset has another; every setting in it has an effect."""
     path = tmp_path / "best.toml"
-    code, out, err = command(capsys, "plan", "smollm2-135m", "--cluster", "h100", "--ranks", "2", "--model.vocab",
+    code, out, err = command(capsys, "plan", "smollm2-135m", "--cluster", "h100", "--ranks", "2",
+                             "--model.num-layers", "2", "--model.vocab",
                              str(read.settings()["model.vocab"].default), "--out", str(path), "--json")
     assert code == 0, err
     merged = read.merge([read.load(str(path))[1]])
