@@ -30,6 +30,7 @@ from ranvier.data.sentences import Sentence, class_names, open_part, read_senten
 from ranvier.data.subset import first_of_order, held_out
 from ranvier.inference.trained import Trained
 from ranvier.tensor.split.loss import IGNORED
+from tests.covering import examples
 from tests.data.test_wordpiece import model_folder
 from tests.errors import check, raises
 
@@ -233,6 +234,7 @@ def test_labels_are_numbers_in_their_order_or_words_in_theirs():
         class_names(["x" * 30], "f")
 
 
+@examples(12)
 @given(st.lists(st.text(max_size=5), max_size=60))
 def test_a_tenth_is_held_out_by_the_text_alone(names):
     chosen = held_out(names)
