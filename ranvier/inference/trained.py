@@ -96,7 +96,7 @@ class Trained:
 
     def with_model_sizes(self, run: Run) -> Run:
         """The run with the sizes of the folder's model, and the settings of `lora.adapters`. ConfigError for adapters
-        of a checkpoint, which has its own."""
+        of a checkpoint, which has its own, and for another alpha than theirs."""
         if self.pretrained is not None:
             return with_adapter_settings(with_model(run, self.pretrained))
         if run.lora.adapters is not None:
@@ -104,6 +104,10 @@ class Trained:
                               code="adapters-of-checkpoint", where="lora.adapters", value=run.lora.adapters,
                               remedy="Leave it out, or evaluate the folder in Hugging Face's format to which the "
                                      "adapters belong.")
+        alpha = self.settings.get("lora.alpha", run.lora.alpha)
+        if run.lora.rank and run.lora.alpha != alpha:  # the rank and the method show in the tensors
+            raise ConfigError(f"is not that of the checkpoint's adapters, {alpha}", code="other-alpha-than-trained",
+                              where="lora.alpha", value=run.lora.alpha, remedy="Leave it out.")
         return run
 
     def with_model_classes(self, data: Prepared) -> Prepared:

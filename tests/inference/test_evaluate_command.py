@@ -179,6 +179,8 @@ def test_adapters_of_a_folder_are_evaluated_on_their_model(folder, capsys, tmp_p
     assert results(capsys, folder, *data, *settings)["x"]["loss"] != pytest.approx(tuned["loss"], rel=1e-2)
     assert run_command(["evaluate", str(tmp_path / "adapters")]) == 2
     assert "--lora.adapters" in capsys.readouterr().err
+    with reports("other-alpha-than-trained"):
+        assert run_command(["evaluate", str(tmp_path / "run"), "--lora.alpha", "64"]) == 2
     with reports("adapters-of-checkpoint"):
         assert run_command(["evaluate", str(tmp_path / "run"), "--lora.adapters", str(tmp_path / "adapters")]) == 2
 
