@@ -74,7 +74,8 @@ def assert_as_one_process(family, mesh, lora=LORA, **options):
 
 
 @pytest.mark.parametrize(("rows", "cols", "scheme", "pipe", "data", "family", "lora"), [
-    (1, 1, "stationary", 2, 2, "gpt", LORA), (2, 2, "stationary", 1, 1, "gpt", DORA),
+    (1, 1, "stationary", 2, 2, "gpt", LORA),
+    pytest.param(2, 2, "stationary", 1, 1, "gpt", DORA, marks=pytest.mark.slow),
     (2, 3, "stationary", 1, 1, "llama", DORA), (2, 2, "summa", 1, 1, "llama", LORA),
     (1, 3, "megatron", 1, 1, "llama", DORA), (1, 2, "sequence", 1, 2, "gpt", LORA),
     (1, 4, "sequence", 1, 1, "llama", SOME), (1, 2, "stationary", 2, 1, "classes", LORA),

@@ -256,13 +256,14 @@ PLAIN = Pipeline(policy="1f1b")
 @pytest.mark.parametrize("changed", [
     pytest.param({"mesh": Mesh(), "lora": Lora(rank=4), "memory": Memory(recompute=1)}, id="adapters"),
     pytest.param({"mesh": Mesh(), "model": replace(GPT, dropout=0.1, num_layers=1)}, id="masks"),
-    pytest.param({"mesh": Mesh(pipe=4), "pipeline": PLAIN, "memory": Memory(recompute=1)}, id="a layer on each stage"),
+    pytest.param({"mesh": Mesh(pipe=4), "pipeline": PLAIN, "memory": Memory(recompute=1), "batch": Batch(
+        global_size=12, microbatch_size=2)}, id="a layer on each stage"),
     pytest.param({"mesh": Mesh(pipe=2), "pipeline": PLAIN, "lora": Lora(rank=4), "precision": "bf16", "model": replace(
         GPT, family="llama", kv_heads=2)}, id="adapters on stages, in bf16", marks=pytest.mark.slow)])
 def test_a_stage_works_in_what_is_alive_at_once(corpus, tmp_path, changed):
     """A posted receive is predicted, and is not measured between threads."""
     run = larger(corpus, tmp_path / "run", **{"model": GPT, "train": Train(steps=2, sample_tokens=0),
-                                              "batch": Batch(global_size=16, microbatch_size=2)} | changed)
+                                              "batch": Batch(global_size=8, microbatch_size=2)} | changed)
     predicted = laid_out(resolve(run))[1]
     for rank, measured in enumerate(run_all(run)[0][0]["memory"]):
         size, entry = sum(measured["device"].values()), predicted[run.mesh.coordinates(rank).pipe]
