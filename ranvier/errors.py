@@ -49,7 +49,7 @@ class NamedSetting:
 
 def counted(number: int, noun: str) -> str:
     """A number with its noun: "1 rank", "2,000 ranks", "8 microbatches"."""
-    plural = "es" if noun.endswith(("ch", "sh", "s", "x")) else "s"
+    plural = "es" if noun.endswith(("batch", "sh", "ss", "x")) else "s"
     return f"{number:,} {noun}{'' if number == 1 else plural}"
 
 

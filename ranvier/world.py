@@ -144,7 +144,7 @@ class World:
                                                                                   device="cpu"))
         if op in ("sum", "mean") and not reduced.dtype.is_floating_point and not reduced.dtype.is_complex:
             reduced = reduced.to(torch.int64 if op == "sum" else torch.float64)
-        ranks, shape = self._all_ranks(), list(value.shape) if isinstance(value, Tensor) else []
+        ranks, shape = self._all_ranks(), list(value.shape) if reduced.numel() > 1 else []
         _check_kind(f"{op} of {_name(reduced.dtype)} {shape}", ranks)
         ranks.all_reduce(reduced, "sum" if op == "mean" else op).wait()
         if op == "mean":

@@ -26,7 +26,7 @@ _WAITS = re.compile(r"ranvier\.(comm\.(?!hang)|pipeline\.device_timeline|system\
                     r"|bdb|pdb|_?pydevd|IPython\.core\.debugger")
 """Modules that wait for other ranks, for a device that may wait for them, or for a person at a debugger."""
 _BACKWARD = "torch.autograd.graph", "_engine_run_backward"
-"""The function of torch, and its module, that waits for a backward."""
+"""The module of torch, and its function, that waits for a backward."""
 
 
 class HangDetector:

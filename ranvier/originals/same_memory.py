@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterable, Mapping
-from itertools import pairwise
+from itertools import islice, pairwise
 from typing import Generic, TypeVar
 from weakref import finalize, ref
 
@@ -52,7 +52,7 @@ def overlaps(tensor: Tensor, other: Tensor) -> bool:
 def refuse_parameters_over_one_memory(parameters: Mapping[str, nn.Parameter]) -> None:
     """Raise ModelError if a trainable parameter shares elements with another parameter: an update of one changes both
     while they are on the same stage, and neither gradient is that of both."""
-    places: dict[int, list[tuple[str, nn.Parameter, int, int]]] = {}
+    places: dict[int, list[tuple[int, int, str, nn.Parameter]]] = {}
     for name, parameter in parameters.items():
         if (type(parameter) is not nn.Parameter or parameter.is_meta or parameter.layout is not torch.strided
                 or not parameter.numel()):
@@ -61,20 +61,24 @@ def refuse_parameters_over_one_memory(parameters: Mapping[str, nn.Parameter]) ->
         is_dense = parameter.numel() == 1 + sum((n - 1) * step
                                                 for n, step in zip(parameter.shape, parameter.stride(), strict=True))
         stop = start + (parameter.nbytes if is_dense else 1)
-        group = places.setdefault(parameter.untyped_storage()._cdata, [])
-        for other, two, first, last in group:
-            if two is not parameter and start < last and first < stop and (
-                    parameter.requires_grad or two.requires_grad):
-                raise ModelError(f"has its values in the memory of {other}, and is a separate parameter",
-                                 code="parameters-over-one-memory", where=f"parameter {name}",
-                                 value=tuple(parameter.shape),
-                                 remedy="Tie them as one parameter (one.weight = other.weight), or give each its "
-                                        "own memory: nn.Parameter(other.weight.detach().clone()).")
-        group.append((name, parameter, start, stop))
+        places.setdefault(parameter.untyped_storage()._cdata, []).append((start, stop, name, parameter))
+    for group in places.values():
+        group.sort(key=lambda place: place[0])
+        for number, (_, stop, other, two) in enumerate(group):
+            for start, _, name, parameter in islice(group, number + 1, None):
+                if start >= stop:
+                    break
+                if two is not parameter and (parameter.requires_grad or two.requires_grad):
+                    raise ModelError(f"has its values in the memory of {other}, and is a separate parameter",
+                                     code="parameters-over-one-memory", where=f"parameter {name}",
+                                     value=tuple(parameter.shape),
+                                     remedy="Tie them as one parameter (one.weight = other.weight), or give each its "
+                                            "own memory: nn.Parameter(other.weight.detach().clone()).")
 
 
 def copies_of(tensors: Iterable[Tensor]) -> dict[int, Tensor]:
-    """The identity of each tensor -> its copy. Copies of views of each other are views of each other, too."""
+    """The identity of each tensor -> its copy. Copies of views of each other are views of each other if
+    they have one dtype."""
     groups: dict[int, dict[int, Tensor]] = {}
     for tensor in tensors:
         groups.setdefault(storage_of(tensor) or -id(tensor), {})[id(tensor)] = tensor
@@ -88,9 +92,12 @@ def copies_of(tensors: Iterable[Tensor]) -> dict[int, Tensor]:
             continue
         start, stop = extents[0][0], max(stop for _, stop in extents)
         before = first.storage_offset() - (first.data_ptr() - start) // first.itemsize
-        memory = first.as_strided([(stop - start) // first.itemsize], [1], before).clone()
-        found |= {number: memory.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset() - before)
-                  for number, tensor in group.items()}
+        whole = first.new_empty(0).set_(first.untyped_storage(), before, [(stop - start) // first.itemsize], [1])
+        memory = whole.clone()
+        for number, tensor in group.items():
+            view = memory.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset() - before)
+            view = view.conj() if tensor.is_conj() else view
+            found[number] = torch._neg_view(view) if tensor.is_neg() else view
     return found
 
 

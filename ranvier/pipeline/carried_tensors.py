@@ -148,7 +148,8 @@ def refuse_partial(state: Mapping[str, Tensor], names: Collection[str], in_pass:
 
 class RefuseUnused(TorchFunctionMode):
     """Refuses gradients with respect to tensors in `entered`, which an earlier stage has sent, with allow_unused or
-    materialize_grads: if the graph here does not have the tensor, no hook runs and torch raises no error."""
+    materialize_grads: if the graph here does not have the tensor, no hook runs and torch raises no error. It is used in
+    the first microbatch of the first batches."""
 
     def __init__(self, entered: Mapping[str, Tensor]) -> None:
         TorchFunctionMode.__init__(self)

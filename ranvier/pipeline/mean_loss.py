@@ -53,9 +53,9 @@ def _divides(name: str, node: Node, weight: float) -> bool:
 
 
 def _is_fraction(name: str, node: Node) -> bool:
-    """Whether it multiplies by a constant below 1, which is not a count."""
+    """Whether it multiplies by a constant of magnitude 1 or less, which is not a count."""
     factor = _number(node) if name.startswith("MulBackward") else None
-    return factor is not None and 0 < factor < 1
+    return factor is not None and 0 < abs(factor) <= 1
 
 
 def _number(node: Node) -> float | None:

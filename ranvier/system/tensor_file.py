@@ -68,7 +68,7 @@ def write_model(folder: Path, slots: Sequence[Slot], tensors: Iterable[Tensor], 
 def write_tensors(path: Path, slots: Sequence[Slot], tensors: Iterable[Tensor]) -> tuple[int, int]:
     """Write `tensors`, which are taken one by one, to the places of `slots`. Returns the size of the file and its
     CRC-32. Raises OSError if they cannot be written; ValueError for a tensor of another dtype or shape than its
-    slot."""
+    slot, and for more or fewer tensors than slots."""
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     place = 0
     for slot in slots:
@@ -91,14 +91,18 @@ def _bytes(first: list[bytes], slots: Sequence[Slot], tensors: Iterable[Tensor])
     yield from first
     left = iter(tensors)
     for slot in slots:  # zip would keep the last tensor
-        block = _memory(slot, next(left))
+        block = _memory(slot, next(left, None))
         for start in range(0, len(block), _WRITE_BYTES):
             yield block[start:start + _WRITE_BYTES]
         del block
+    if next(left, None) is not None:
+        raise ValueError(f"there are more tensors than slots, {len(slots)}")
 
 
-def _memory(slot: Slot, tensor: Tensor) -> memoryview:
+def _memory(slot: Slot, tensor: Tensor | None) -> memoryview:
     """The bytes of a tensor, in host memory."""
+    if tensor is None:
+        raise ValueError(f"{slot} got no tensor")
     if tensor.dtype is not slot.dtype or tuple(tensor.shape) != slot.shape:
         raise ValueError(f"{slot} got a tensor of {tensor.dtype} and {tuple(tensor.shape)}")
     return memoryview(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)

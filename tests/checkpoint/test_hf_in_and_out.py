@@ -372,6 +372,9 @@ def test_files_that_safetensors_reads(tmp_path):
     assert written == (path.stat().st_size, checksum(path))
     with pytest.raises(ValueError, match=r"got a tensor of torch\.float16 and \(2, 3, 4\)"):
         write_tensors(tmp_path / "x", slots[:1], [tensors["c"]])
+    for number in (1, 3):
+        with pytest.raises(ValueError, match=r"more tensors than slots, 2|got no tensor"):
+            write_tensors(tmp_path / "x", slots[:2], list(tensors.values())[:number])
 
 
 def test_one_tensor_at_a_time_is_in_memory(tmp_path, monkeypatch):

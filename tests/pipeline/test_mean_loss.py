@@ -25,6 +25,7 @@ MEANS: dict[str, Loss] = {
     "batchmean": lambda x, y, t: F.kl_div(x.log_softmax(1), y.softmax(1), reduction="batchmean"),
     "quotient": lambda x, y, t: ((x - y) ** 2).sum() / len(x),
     "policy gradient": lambda x, y, t: -(x.log_softmax(1) * y).sum(1).mean(),
+    "half and negative": lambda x, y, t: -0.5 * (1 + x - x.exp()).mean(),
     "similarity": lambda x, y, t: 1 - F.cosine_similarity(x, y).mean(),
     "entropy": lambda x, y, t: F.cross_entropy(x, t) - 0.1 * x.softmax(1).square().mean(),
     "two": lambda x, y, t: F.mse_loss(x, y) + 0.1 * F.cross_entropy(x, t),

@@ -169,16 +169,22 @@ class Shared(nn.Module):
 
 
 class Overlapping(nn.Module):
-    """Its statistics are two views of a buffer that it reads as a whole."""
+    """Its statistics are two views of a buffer that it reads as a whole; another buffer is a conjugate view of one that
+    it changes."""
 
     def __init__(self):
         super().__init__()
         self.norm = nn.BatchNorm1d(4, dtype=torch.float64)
         self.register_buffer("both", torch.ones(2, 4, dtype=torch.float64))
         self.norm.running_mean, self.norm.running_var = self.both
+        self.register_buffer("wave", torch.tensor([1 + 1j, 2 - 1j], dtype=torch.complex128))
+        self.register_buffer("mirrored", self.wave.conj())
 
     def forward(self, x):
-        return self.norm(x) * self.both.sum()
+        y = self.norm(x) * self.both.sum() * (2 * self.wave + self.mirrored).imag.sum().exp()
+        with torch.no_grad():
+            self.wave.mul_(1.1j)
+        return y
 
 
 KEPT = {"batch norm": partial(Tanh, after=partial(nn.BatchNorm1d, 4)),

@@ -292,6 +292,7 @@ def test_values_over_all_ranks():
             total, mean = world.all_reduce(ones), world.all_reduce(ones, "mean")
             assert torch.equal(total, 3 * ones.long()) and torch.equal(mean, ones.double())
         assert (world.all_reduce(world.rank, "min"), world.all_reduce(world.rank, "max")) == (0.0, 2.0)
+        assert world.all_reduce(torch.ones(1, dtype=torch.float64) if world.rank else 1.0) == 3.0
         assert world.gather_objects({"rank": world.rank, "names": ["a"]})[2] == {"rank": 2, "names": ["a"]}
         values = {"sizes": [(world.rank, [1.5]), (), []]}
         assert world.gather_objects(values)[world.rank] == values and world.broadcast((1, [2])) == (1, [2])
