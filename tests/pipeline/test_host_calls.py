@@ -70,6 +70,9 @@ def test_calls_beside_the_blocks():
     """How often one of two ranks waits varies by chance."""
     of_microbatch, of_step = run_ranks(beside_blocks, 1)[0].tolist()
     assert of_microbatch <= 155 and of_step <= 1255
-    least = [min(float(one[0]) for one in found)
-             for found in zip(*(run_ranks(beside_blocks, 2) for _ in range(2)), strict=True)]
-    assert least[0] <= 350 and least[1] <= 500
+    least = torch.full((2,), torch.inf)
+    for _ in range(8):
+        least = torch.minimum(least, torch.stack(run_ranks(beside_blocks, 2))[:, 0])
+        if least[0] <= 350 and least[1] <= 500:
+            return
+    raise AssertionError(f"at least {least.tolist()} calls for a microbatch")
