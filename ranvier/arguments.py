@@ -134,8 +134,8 @@ def without_bounds(annotation: Any) -> Any:
 def literal_values(annotation: Any) -> list[str]:
     """The literal values that a field, or an item of its list, may have: "fp32", "bf16", "fp16"."""
     kinds = [kind for alternative in map(without_bounds, alternatives(annotation))
-             for kind in (map(without_bounds,
-                              get_args(alternative)) if get_origin(alternative) is tuple else [alternative])]
+             for kind in (map(without_bounds, get_args(alternative)) if get_origin(alternative) is tuple
+                          else [alternative])]
     return [str(word) for kind in kinds if get_origin(kind) is Literal for word in get_args(kind)]
 
 

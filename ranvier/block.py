@@ -265,8 +265,8 @@ def as_model(model: Model | Modules, loss: Loss | None) -> Model:
                              remedy="Wrap plain functions in a module with a forward method.")
     if _has_state(loss):
         modules[_free_name(modules)] = LossBlock(loss)
-    tied = names_of_same_tensor(pair for name,
-                                module in modules.items() for pair in module.named_parameters(prefix=name))
+    tied = names_of_same_tensor(pair for name, module in modules.items()
+                                for pair in module.named_parameters(prefix=name))
     return Model(blocks={name: partial(_existing_block, module) for name, module in modules.items()}, loss=loss,
                  tied=tied)
 

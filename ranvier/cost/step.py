@@ -671,8 +671,8 @@ class _StepCost:
             self._sent_seconds[key] = (
                 self._message_delay(volume.forward, layers, 0, [(each.forward, seconds) for each, seconds in transfers],
                                     own.forward),
-                self._message_delay(volume.backward, layers, 1, [(each.backward, seconds) for each,
-                                                                 seconds in transfers],
+                self._message_delay(volume.backward, layers, 1,
+                                    [(each.backward, seconds) for each, seconds in transfers],
                                     own.backward + own.weight + again.forward) if has_backward else 0.0)
         return self._sent_seconds[key]
 

@@ -89,8 +89,8 @@ def _questions(document: object, name: str) -> Iterator[Question]:
             context = _get(paragraph, "context", str, here)
             for entry, place in _enumerate_items(_get(paragraph, "qas", list, here), f"{here}.qas"):
                 answers = tuple((_get(answer, "text", str, there), _get(answer, "answer_start", int, there))
-                                for answer,
-                                there in _enumerate_items(_get(entry, "answers", list, place), f"{place}.answers"))
+                                for answer, there
+                                in _enumerate_items(_get(entry, "answers", list, place), f"{place}.answers"))
                 yield _check_question(Question(_get(entry, "question", str, place), context, answers, place))
 
 

@@ -139,8 +139,8 @@ def _join(pieces: Sequence[tuple[Tensor, State]], count: int) -> State:
                                                                          count=len(pieces[0][0]))
            for places, state in pieces):
         raise NotCacheable("the state's shapes differ between microbatches")
-    whole = {name: tensor.new_empty((count, *tensor.shape[1:])) for name,
-             tensor in as_named_tensors(pieces[0][1], WHERE).items()}
+    whole = {name: tensor.new_empty((count, *tensor.shape[1:]))
+             for name, tensor in as_named_tensors(pieces[0][1], WHERE).items()}
     for places, state in pieces:
         for name, tensor in as_named_tensors(state, WHERE).items():
             whole[name].index_copy_(0, places.to(tensor.device), tensor)

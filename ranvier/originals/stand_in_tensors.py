@@ -29,8 +29,8 @@ class StandIns:
     """
 
     def __init__(self, pairs: Iterable[tuple[nn.Module, nn.Module]] = ()) -> None:
-        self._pairs = [(ref(original), ref(stand_in), _note_tensors(original, stand_in)) for original,
-                       stand_in in pairs]
+        self._pairs = [(ref(original), ref(stand_in), _note_tensors(original, stand_in))
+                       for original, stand_in in pairs]
         self._modes: list[bool | None] = [None] * len(self._pairs)
         self.follow_modes()
 

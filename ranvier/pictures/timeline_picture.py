@@ -51,8 +51,8 @@ def timeline_picture(timelines: Sequence[RankTimeline], mesh: Mesh, policy: str)
     zero_ns, end_ns = min(step.start_ns for step in steps.values()), max(step.stop_ns for step in steps.values())
     span_ms = (end_ns - zero_ns) * 1e-6
     windows = [within(line, zero_ns, end_ns) for line in shown]
-    rows = [(line.rank, join_spans(spans, gap_ns=span_ms * 1e6 / 1000)) for line,
-            spans in zip(shown, windows, strict=True)]
+    rows = [(line.rank, join_spans(spans, gap_ns=span_ms * 1e6 / 1000))
+            for line, spans in zip(shown, windows, strict=True)]
     figure = new_figure(14, 1.95 + 0.42 * len(rows) + 0.12 * mesh.num_replicas)
     axes = figure.subplots()
     remove_frame(axes)

@@ -388,8 +388,8 @@ class Stage:
         """
         if self._mesh is None:
             return state
-        tensors = {name.removeprefix(_IN_CACHE): tensor for name,
-                   tensor in as_named_tensors(state, "the cache").items()}
+        tensors = {name.removeprefix(_IN_CACHE): tensor
+                   for name, tensor in as_named_tensors(state, "the cache").items()}
         return from_named_tensors(with_layouts(tensors, self._mesh))
 
     def _run_some(self, run: range, step: int, samples: Tensor, number: int, state: State, *, watches: bool = False

@@ -113,8 +113,8 @@ def places(config: Transformer, head: str = "tokens") -> dict[str, hf.TensorMapp
     hidden = config.hidden
     found = {"embedding.token.weight": hf.same("model.embed_tokens.weight", config.vocab, hidden)}
     for layer in range(config.num_layers):
-        found |= {f"layer{layer}.{name}": place for name,
-                  place in _layer_mappings(config, f"model.layers.{layer}").items()}
+        found |= {f"layer{layer}.{name}": place
+                  for name, place in _layer_mappings(config, f"model.layers.{layer}").items()}
     found["head.norm.weight"] = hf.same("model.norm.weight", hidden)
     if head != "tokens":
         found["head.score.weight"] = hf.same("score.weight", num_scores(config, head), hidden)
