@@ -7,7 +7,7 @@ planner and the report. The arithmetic on these counts is in `ranvier.cost.memor
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
@@ -281,101 +281,141 @@ def _state_bytes(run: ResolvedRun, layout: Layout, pipe: int, runs: Sequence[ran
                  known: dict[tuple[int, int], Gradients] | None = None) -> _StateBytes:
     """Bytes that persist between steps, laid out as the run would, exactly. Of ends of a tie, one has the states.
     known: gradients of earlier calls that differ in nothing but the offload, to which this one adds."""
-    optim, dtype = run.optim, DTYPES[run.precision]
-    half, wide = precision.is_half(dtype), precision.wide(dtype)
-    held = {layout.key(p): p for p in layout.parameters_of(pipe)}
-    shapes = {key: [stop - start for start, stop in layout.box(p, layout.mesh.positions[0])]  # the largest
-              for key, p in held.items()}
-    if whole := whole_parameters(optim, layout):
-        layout = replace(layout, chunking=Chunking(chunk_size=1, whole=whole))
-    offload = "none" if optim.offload == "auto" else optim.offload
-    optim = replace(optim, offload_share=0.5 if optim.offload_share == "auto" else optim.offload_share)
-    bucket_size, known = resolve_bucket_size(optim, run.launch.device), {} if known is None else known
-
-    def gradients_of(member: int, members: int) -> Gradients:
-        """Gradients of one member of the largest group, which in smaller groups is at the same relative position."""
-        over = {axes: MetaGroup("data", size, member * size // members, device=run.device_type)
-                for axes in {(), *(p.summed for p in held.values())}
-                for size in [run.mesh.num_replicas * run.mesh.count(axes)]}
-        parameters = {key: nn.Parameter(torch.empty(shape, dtype=dtype, device="meta"),
-                                        requires_grad=held[key].trainable) for key, shape in shapes.items()}
-        specs = gradient_specs(layout, layout.mesh.rank(layout.mesh.place(pipeline_rank=pipe)), parameters, over)
-        return Gradients(specs, over[()], bucket_size * optim.chunk_buckets, lambda spec: None,
-                         dtype=_gradient_dtype(run), reduce_dtype=precision.reduce_dtype(optim, dtype),
-                         reuse=runs if optim.update_in_backward else (), shard=optim.shard)
-
-    def updater(member: int = 0, members: int = 1) -> tuple[Gradients, FlatOptimizer]:
-        if (member, members) not in known:
-            known[member, members] = gradients_of(member, members)
-        gradients = known[member, members]
-        return gradients, FlatOptimizer(optim, gradients, offload=offload, bucket_size=bucket_size)
-
-    gradients, optimizer = updater()
-    has_owners = any(chunk.shares is not None for chunk in gradients.chunks)
-    if optim.shard and has_owners:
-        gradients, optimizer = max(starmap(updater, _members_with_most(gradients)),
-                                   key=lambda one: _lasting_bytes(*one))
-    lasting = tensors_by_category([], gradients, optimizer)
-    device, host = ({name: storage_bytes(tensors) for name, tensors in lasting[place].items()}
+    rank = _RankStates(run, layout, pipe, runs, {} if known is None else known)
+    persistent = tensors_by_category([], rank.gradients, rank.optimizer)
+    device, host = ({name: storage_bytes(tensors) for name, tensors in persistent[place].items()}
                     for place in ("device", "host"))
     buffers, saved, in_fp32 = untrained.on_rank(layout, pipe)
-    frozen = {key: p for key, p in held.items() if not p.trainable}
-    device["parameters"] += sum(_stored_bytes(
-        prod(shapes[key]), p.quantized, torch.float32 if p.name in in_fp32 else dtype) for key, p in frozen.items())
-    in_fp32_bytes = sum((4 - dtype.itemsize) * -(-prod(shapes[key]) // run.mesh.num_replicas)
-                        for key, p in frozen.items() if p.name in in_fp32)
-    largest = max((bucket.stop - bucket.start for bucket in optimizer.buckets), default=0)
-    if gradients.dtype is not wide and offload != "host":  # allocated by the first update
-        device["buckets"] += largest * wide.itemsize
-    rules = rules_of(run.optim, dtype)
-    whole_bytes = wide.itemsize * sum(prod(shape) for spec in gradients.owned_specs() for shape in rules.state_shapes(
-        spec.rule_name, spec.whole_shape, in_layer=spec.in_layer).values() if shape is not None)
-    owners = [prod(shapes[key]) for key in held if layout.pipe_of(layout[key].block) == pipe]
-    own, *states = (device.get(name, 0) + host.get(name, 0) for name in ("parameters", "moments", "average", "master"))
-    host["checkpoint"] = max(
-        max(owners, default=0) * wide.itemsize, *saved, 0) if not run.checkpoint.background else checkpoint_bytes(
-        owners, more_bytes=sum(saved) + in_fp32_bytes, state_bytes=sum(states if half else states[:2]),
-        element_bytes=dtype.itemsize, data=run.mesh.num_replicas, sharded=optim.shard,
-        updated=sum(map(len, optimizer.buckets)) if has_owners else 0, whole_bytes=whole_bytes,
-        random_state_bytes=torch.get_rng_state().nbytes)
+    device["parameters"] += rank.frozen_bytes(in_fp32)
+    device["buckets"] += rank.conversion_bytes()
+    parameters, *states = (device.get(name, 0) + host.get(name, 0)
+                           for name in ("parameters", "moments", "average", "master"))
+    host["checkpoint"] = rank.copied_for_checkpoint(states, saved, in_fp32)
     if run.launch.survive_losses:
-        host["copies"] = KEPT_STEPS * (own + sum(saved) + sum(states) * (
-            2 if optim.shard and run.mesh.num_replicas > 1 else 1))
+        copies = 2 if run.optim.shard and run.mesh.num_replicas > 1 else 1
+        host["copies"] = KEPT_STEPS * (parameters + sum(saved) + sum(states) * copies)
     device["parameters"] += buffers
     if run.device_type == "cuda":
-        pinned = [tensor.nbytes for tensors in lasting["host"].values() for tensor in tensors]
+        pinned = [tensor.nbytes for tensors in persistent["host"].values() for tensor in tensors]
         pinned += [host["checkpoint"]] if run.checkpoint.background else []
         host["rounding"] = sum(pinned_bytes(size) - size for size in pinned)
-    copied = _skipped_elements(run, gradients, optimizer.buckets)
-    by_bucket = copied or offload in ("stream", "host") or gradients.dtype is not wide
-    most = largest if by_bucket else optimizer.largest_piece
-    at_end, updates = wide.itemsize * copied, dict[int, int]()
-    working = working_bytes(rules, gradients.owned_specs(), most, wide.itemsize)
-    if run.device_type == "cuda" and offload == "host":
-        host["workspace"] = at_end + working
-    elif not optim.update_in_backward:
-        at_end += working
-    else:
-        first = layout.blocks_on(pipe)[0]
-        for chunk in (chunk for chunk in gradients.chunks if not chunk.sent_to_owner):
-            start, stop = chunk.share
-            place = (min(block for spec in chunk.specs for block in spec.blocks) if chunk.run is None
-                     else chunk.run.start) - first
-            updates[place] = max(updates.get(place, 0), wide.itemsize * copied + working_bytes(
-                rules, chunk.specs, min(most, stop - start), wide.itemsize))
-    reductions, scatters = gradients.reductions, optim.shard and not has_owners
-    device["reduction"], passing = reductions.bytes(scatter=scatters)
-    passing += reductions.widened_bytes(scatter=scatters)
-    if len(gradients.chunks) == 1 and not optim.update_in_backward:  # all gradients are there when its sum begins
-        at_end, passing = max(at_end, passing), 0
+    at_end, updates, host["workspace"] = rank.update_bytes()
+    device["reduction"], passing = rank.reduction_bytes()
+    if len(rank.gradients.chunks) == 1 and not run.optim.update_in_backward:
+        at_end, passing = max(at_end, passing), 0  # all gradients are there when its sum begins
     device["arriving"] = passing
     if run.mesh.count(run.mesh.over(splits_samples=True)) > 1:  # these ranks send each other their buffers
         at_end += buffers
-    if optim.shard:
-        device["reduction"] += gather_bytes(gradients, dtype.itemsize)
-    return _StateBytes(device=device, host={name: size for name, size in host.items() if size or name != "staging"},
-                       at_end=at_end, updates=updates, averaged=storage_bytes([optimizer.weights])
-                       if run.train.eval_ema and averages_of(optim) else 0)
+    averaged = storage_bytes([rank.optimizer.weights]) if run.train.eval_ema and averages_of(run.optim) else 0
+    host = {name: size for name, size in host.items() if size or name not in ("staging", "workspace")}
+    return _StateBytes(device=device, host=host, at_end=at_end, updates=updates, averaged=averaged)
+
+
+class _RankStates:
+    """Gradients and optimizer states of a rank on the meta device: of the replica that needs most. Arguments are those
+    of `_state_bytes`."""
+
+    def __init__(self, run: ResolvedRun, layout: Layout, pipe: int, runs: Sequence[range],
+                 known: dict[tuple[int, int], Gradients]) -> None:
+        if whole := whole_parameters(run.optim, layout):
+            layout = replace(layout, chunking=Chunking(chunk_size=1, whole=whole))
+        self._run, self._layout, self._pipe, self._runs, self._known = run, layout, pipe, runs, known
+        self._dtype, self._optim = DTYPES[run.precision], run.optim
+        self._wide, self._rules = precision.wide(self._dtype), rules_of(run.optim, self._dtype)
+        self._held = {layout.key(p): p for p in layout.parameters_of(pipe)}
+        self._shapes = {key: [stop - start for start, stop in layout.box(p, layout.mesh.positions[0])]  # the largest
+                        for key, p in self._held.items()}
+        self._bucket_size = resolve_bucket_size(run.optim, run.launch.device)
+        self._offload = "none" if run.optim.offload == "auto" else run.optim.offload
+        self.gradients, self.optimizer = self._member()
+        self._has_owners = any(chunk.shares is not None for chunk in self.gradients.chunks)
+        if run.optim.shard and self._has_owners:
+            self.gradients, self.optimizer = max(starmap(self._member, _members_with_most(self.gradients)),
+                                                 key=lambda states: _lasting_bytes(*states))
+        self._largest_bucket = max((bucket.stop - bucket.start for bucket in self.optimizer.buckets), default=0)
+
+    def _member(self, member: int = 0, members: int = 1) -> tuple[Gradients, FlatOptimizer]:
+        """The states of a member of the largest group, which has `members`."""
+        if (member, members) not in self._known:
+            self._known[member, members] = self._gradients_of(member, members)
+        gradients, share = self._known[member, members], self._optim.offload_share
+        optim = replace(self._optim, offload_share=0.5 if share == "auto" else share)
+        return gradients, FlatOptimizer(optim, gradients, offload=self._offload, bucket_size=self._bucket_size)
+
+    def _gradients_of(self, member: int, members: int) -> Gradients:
+        """Gradients of one member of the largest group, which in smaller groups is at the same relative position."""
+        run, optim, layout = self._run, self._optim, self._layout
+        over = {axes: MetaGroup("data", size, member * size // members, device=run.device_type)
+                for axes in {(), *(p.summed for p in self._held.values())}
+                for size in [run.mesh.num_replicas * run.mesh.count(axes)]}
+        parameters = {key: nn.Parameter(torch.empty(shape, dtype=self._dtype, device="meta"),
+                                        requires_grad=self._held[key].trainable) for key, shape in self._shapes.items()}
+        rank = layout.mesh.rank(layout.mesh.place(pipeline_rank=self._pipe))
+        return Gradients(gradient_specs(layout, rank, parameters, over), over[()],
+                         self._bucket_size * optim.chunk_buckets, lambda spec: None, dtype=_gradient_dtype(run),
+                         reduce_dtype=precision.reduce_dtype(optim, self._dtype),
+                         reuse=self._runs if optim.update_in_backward else (), shard=optim.shard)
+
+    def _frozen(self) -> dict[object, tuple[Parameter, int]]:
+        """The frozen parameters, and their elements here."""
+        return {key: (p, prod(self._shapes[key])) for key, p in self._held.items() if not p.trainable}
+
+    def frozen_bytes(self, in_fp32: Collection[str]) -> int:
+        """Bytes of the frozen parameters."""
+        return sum(_stored_bytes(elements, p.quantized, torch.float32 if p.name in in_fp32 else self._dtype)
+                   for p, elements in self._frozen().values())
+
+    def conversion_bytes(self) -> int:
+        """Bytes of the bucket in which half-precision gradients become fp32; the first update allocates it."""
+        if self.gradients.dtype is self._wide or self._offload == "host":
+            return 0
+        return self._largest_bucket * self._wide.itemsize
+
+    def copied_for_checkpoint(self, states: Sequence[int], saved: Sequence[int], in_fp32: Collection[str]) -> int:
+        """Bytes in host memory while a checkpoint is written. states: bytes of moments, averages and masters. saved: of
+        each buffer in it."""
+        owners = [prod(self._shapes[key]) for key in self._held
+                  if self._layout.pipe_of(self._layout[key].block) == self._pipe]
+        if not self._run.checkpoint.background:
+            return max(max(owners, default=0) * self._wide.itemsize, *saved, 0)
+        in_fp32_bytes = sum((4 - self._dtype.itemsize) * -(-elements // self._run.mesh.num_replicas)
+                            for p, elements in self._frozen().values() if p.name in in_fp32)
+        whole_bytes = self._wide.itemsize * sum(
+            prod(shape) for spec in self.gradients.owned_specs() for shape in self._rules.state_shapes(
+                spec.rule_name, spec.whole_shape, in_layer=spec.in_layer).values() if shape is not None)
+        return checkpoint_bytes(
+            owners, more_bytes=sum(saved) + in_fp32_bytes,
+            state_bytes=sum(states if precision.is_half(self._dtype) else states[:2]),
+            element_bytes=self._dtype.itemsize, data=self._run.mesh.num_replicas, sharded=self._optim.shard,
+            updated=sum(map(len, self.optimizer.buckets)) if self._has_owners else 0, whole_bytes=whole_bytes,
+            random_state_bytes=torch.get_rng_state().nbytes)
+
+    def update_bytes(self) -> tuple[int, dict[int, int], int]:
+        """Bytes that updates need: on the device when all backwards have run; on the device after the backward of a
+        block, by its place among those of the rank; and on the host, if it updates for a GPU."""
+        specs, width = self.gradients.owned_specs(), self._wide.itemsize
+        copied = _skipped_elements(self._run, self.gradients, self.optimizer.buckets)
+        by_bucket = copied or self._offload in ("stream", "host") or self.gradients.dtype is not self._wide
+        most = self._largest_bucket if by_bucket else self.optimizer.largest_piece
+        if self._run.device_type == "cuda" and self._offload == "host":
+            return width * copied, {}, width * copied + working_bytes(self._rules, specs, most, width)
+        if not self._optim.update_in_backward:
+            return width * copied + working_bytes(self._rules, specs, most, width), {}, 0
+        first, updates = self._layout.blocks_on(self._pipe)[0], dict[int, int]()
+        for chunk in (chunk for chunk in self.gradients.chunks if not chunk.sent_to_owner):
+            start, stop = chunk.share
+            place = (min(block for spec in chunk.specs for block in spec.blocks) if chunk.run is None
+                     else chunk.run.start) - first
+            updates[place] = max(updates.get(place, 0), width * copied + working_bytes(
+                self._rules, chunk.specs, min(most, stop - start), width))
+        return width * copied, updates, 0
+
+    def reduction_bytes(self) -> tuple[int, int]:
+        """Bytes of reductions and gathers: those that persist, and those that are allocated while one is in flight."""
+        reductions, scatters = self.gradients.reductions, self._optim.shard and not self._has_owners
+        lasting, passing = reductions.bytes(scatter=scatters)
+        gathers = gather_bytes(self.gradients, self._dtype.itemsize) if self._optim.shard else 0
+        return lasting + gathers, passing + reductions.widened_bytes(scatter=scatters)
 
 
 def _skipped_elements(run: ResolvedRun, gradients: Gradients, buckets: list[Bucket]) -> int:
