@@ -301,20 +301,9 @@ class Stage:
         roots: dict[str, GradientEdge] = {}
         for name, tensor in outputs.items():
             sent[name] = one = tensor.detach()
-            if self._loss is None and type(one) is not Tensor and (
-                    type(one).__torch_function__ != Tensor.__torch_function__):
-                raise _subclass_error(type(one), name, self.blocks[-1][1])
-            if self._loss is None and (one.layout is not torch.strided or one.is_nested):
-                raise ModelError("is sparse or nested, and messages carry only dense tensors",
-                                 code="sparse-tensor-sent", where=_describe_returned(name, self.blocks[-1][1]),
-                                 value=one.layout,
-                                 remedy="Return its to_dense() or its parts, or cut elsewhere "
-                                        "(Pipeline(boundaries=...)).")
-            if self._loss is None and type(tensor) is Tensor and vars(tensor) and (values := _own_attributes(tensor)):
-                raise ModelError("has attributes, which the next stage's tensor would not have",
-                                 code="tensor-attributes-sent", where=_describe_returned(name, self.blocks[-1][1]),
-                                 value=values, remedy="Return what they hold as tensors of the carried state, or "
-                                                      "delete them.")
+            if self._loss is None and (type(one) is not Tensor or one.layout is not torch.strided or one.is_nested
+                                       or vars(tensor)):
+                _check_sent(tensor, one, _describe_returned(name, self.blocks[-1][1]))
             if self.training and tensor.requires_grad:  # in an evaluation a parameter does, too
                 roots[name] = root_of(tensor)
         if kept := bool(roots or leaves):
@@ -601,21 +590,26 @@ def _compiled_blocks(setting: bool | Literal["auto"], gradients: WeightGradients
     return CompiledBlocks(setting, gradients, forwards, recomputed, watched)
 
 
-def _own_attributes(tensor: Tensor) -> list[str]:
-    """Names of the attributes that a program has given to a tensor, without the marks of torch's compiler."""
-    return [name for name in vars(tensor) if not name.startswith("_dynamo")]
-
-
 def _describe_returned(name: str, block: str) -> str:
     return f'tensor "{place_of(name)}" that block {block} returns' if name else f"what block {block} returns"
 
 
-def _subclass_error(kind: type, name: str, block: str) -> ModelError:
-    """The error for a tensor subclass: a message has values, but no class with its own operations."""
-    return ModelError("is a tensor subclass, which the next stage would not restore",
-                      code="tensor-subclass-sent", where=_describe_returned(name, block), value=kind.__name__,
-                      remedy="Return a plain tensor, tensor.as_subclass(torch.Tensor), and make another in the next "
-                             "block; or cut elsewhere (Pipeline(boundaries=...)).")
+def _check_sent(tensor: Tensor, sent: Tensor, where: str) -> None:
+    """Raise ModelError if a message cannot carry a tensor that a block returns. sent: the same, detached."""
+    if type(sent) is not Tensor and type(sent).__torch_function__ != Tensor.__torch_function__:
+        raise ModelError("is a tensor subclass, which the next stage would not restore",
+                         code="tensor-subclass-sent", where=where, value=type(sent).__name__,
+                         remedy="Return a plain tensor, tensor.as_subclass(torch.Tensor), and make another in the next "
+                                "block; or cut elsewhere (Pipeline(boundaries=...)).")
+    if sent.layout is not torch.strided or sent.is_nested:
+        raise ModelError("is sparse or nested, and messages carry only dense tensors", code="sparse-tensor-sent",
+                         where=where, value=sent.layout,
+                         remedy="Return its to_dense() or its parts, or cut elsewhere (Pipeline(boundaries=...)).")
+    own = [name for name in vars(tensor) if not name.startswith("_dynamo")]  # marks of torch's compiler
+    if type(tensor) is Tensor and own:
+        raise ModelError("has attributes, which the next stage's tensor would not have",
+                         code="tensor-attributes-sent", where=where, value=own,
+                         remedy="Return what they hold as tensors of the carried state, or delete them.")
 
 
 def _changed_under_way(number: int) -> ModelError:
