@@ -148,111 +148,133 @@ def simulate(stages: Sequence[StageTimes], num_microbatches: int, policy: Policy
     `RankSchedule`.
     """
     placement = placement or StagePlacement(num_ranks=len(stages))
-    depth, ranks = placement.num_stages, range(placement.num_ranks)
-    assert len(stages) == depth, "a placement has as many stages as there are"
-    trained_below = [any(stage.trains for stage in stages[:index + 1]) for index in range(depth)]
+    assert len(stages) == placement.num_stages, "a placement has as many stages as there are"
+    ranks = range(placement.num_ranks)
     if defer_bytes == "auto":
         deferred = rule_limits([stage.trains for stage in stages], placement).deferred
         defer_bytes = [sum(stages[stage].alive_bytes for stage in placement.stages_of(rank)) * deferred[rank]
                        for rank in ranks]
     budgets = [defer_bytes] * len(ranks) if isinstance(defer_bytes, int) else defer_bytes
-    held = [placement.stages_of(rank) for rank in ranks]
-    rank_of = [placement.rank_of(stage) for stage in range(depth)]
-    queued = [[Product(times.product_bytes, 0)] * times.products for times in stages]
-    seconds_of = [{("F", False): times.forward, ("B", True): times.backward + times.longer_backward,
-                   ("B", False): times.backward + (times.weight if times.trains else 0.0), ("C", False): 0.0,
-                   ("W", False): times.deferred_factor * times.weight / times.products} for times in stages]
-    schedules = [RankSchedule(stages=held[rank], num_stages=depth, num_microbatches=num_microbatches, policy=policy,
-                              in_flight=in_flight, training=training, defer_bytes=budgets[rank],
-                              defer_last=defer_last, max_stored=max_stored, alternating=alternating)
-                 for rank in ranks]
-    schedule_of = [schedules[rank_of[stage]].stages[stage] for stage in range(depth)]
-    hop_of = hop if callable(hop) else (lambda source, destination: hop)
-    transfer_of = transfer if callable(transfer) else (lambda source, destination: transfer)
-    events: list[tuple[float, int, int, _What, int | Action]] = []  # (time, number, stage, what, microbatch or action)
-    busy: list[Action | None] = [None for _ in ranks]
-    log: list[list[tuple[Action, float, float]]] = [[] for _ in ranks]
-    state = [[0, 0] * placement.per_rank for _ in ranks]
-    states: list[dict[State, None]] = [{} for _ in ranks]
-    edge_free: dict[tuple[int, int], float] = {}
-    arrived: dict[tuple[int, int], float] = {}
-    without_core: deque[int] = deque()
-    number = count()
+    schedules = [RankSchedule(stages=placement.stages_of(rank), num_stages=placement.num_stages,
+                              num_microbatches=num_microbatches, policy=policy, in_flight=in_flight, training=training,
+                              defer_bytes=budgets[rank], defer_last=defer_last, max_stored=max_stored,
+                              alternating=alternating) for rank in ranks]
+    return _Simulation(stages, placement, schedules, training=training, cores=cores, jitter=jitter,
+                       hop=hop if callable(hop) else (lambda source, destination: hop),
+                       transfer=transfer if callable(transfer) else (lambda source, destination: transfer)).run()
 
-    def send(now: float, stage: int, to: int, what: Literal["forward", "return"], microbatch: int) -> None:
-        if not 0 <= to < depth:
-            return
-        edge = source, destination = rank_of[stage], rank_of[to]
-        if source == destination:
-            schedule_of[to].on_message(what, microbatch)
-            return
-        sent = max(now, edge_free.get(edge, 0.0)) + transfer_of(source, destination)
-        arrival = max(sent + hop_of(source, destination), arrived.get(edge, 0.0))
-        edge_free[edge], arrived[edge] = sent, arrival
-        heapq.heappush(events, (arrival, next(number), to, what, microbatch))
 
-    def start(now: float, rank: int) -> None:
-        if without_core and rank in without_core:
-            return
-        if cores is not None and len(busy) - busy.count(None) >= cores:
-            without_core.append(rank)
-            return
-        action = schedules[rank].possible_action()
+class _Simulation:
+    """The ranks' schedules, and the events that are to come. Arguments are those of `simulate`."""
+
+    def __init__(self, stages: Sequence[StageTimes], placement: StagePlacement, schedules: Sequence[RankSchedule], *,
+                 hop: Callable[[int, int], float], transfer: Callable[[int, int], float], training: bool,
+                 cores: int | None, jitter: Callable[[int, Action], float] | None) -> None:
+        self._stages, self._placement, self._ranks = stages, placement, schedules
+        self._hop, self._transfer, self._jitter, self._cores = hop, transfer, jitter, cores
+        self._rank_of = [placement.rank_of(stage) for stage in range(placement.num_stages)]
+        self._held = [placement.stages_of(rank) for rank in range(placement.num_ranks)]
+        self._schedule_of = [schedules[rank].stages[stage] for stage, rank in enumerate(self._rank_of)]
+        self._returns = [training and any(times.trains for times in stages[:stage + 1])
+                         for stage in range(placement.num_stages)]
+        """Per stage, whether its forwards are followed by a backward."""
+        self._products = [[Product(times.product_bytes, 0)] * times.products for times in stages]
+        self._seconds = [{
+            ("F", False): times.forward, ("B", True): times.backward + times.longer_backward, ("C", False): 0.0,
+            ("B", False): times.backward + (times.weight if times.trains else 0.0),
+            ("W", False): times.deferred_factor * times.weight / times.products} for times in stages]
+        self._events: list[tuple[float, int, int, _What, int | Action]] = []
+        """(time, number, stage, what, microbatch or action)"""
+        self._number = count()
+        self._busy: list[Action | None] = [None] * placement.num_ranks
+        self._log: list[list[tuple[Action, float, float]]] = [[] for _ in schedules]
+        self._state = [[0, 0] * placement.per_rank for _ in schedules]
+        self._states: list[dict[State, None]] = [{} for _ in schedules]
+        self._edge_free: dict[tuple[int, int], float] = {}
+        self._arrived: dict[tuple[int, int], float] = {}
+        self._without_core: deque[int] = deque()
+
+    def run(self) -> Simulated:
+        """Run the batch to its end."""
+        for rank in range(len(self._ranks)):
+            self._start(0.0, rank)
+        events, busy, waiting = self._events, self._busy, self._without_core
+        while events:
+            now, _, stage, what, payload = heapq.heappop(events)
+            rank = self._rank_of[stage]
+            if what == "done":
+                assert isinstance(payload, Action)
+                self._finish(now, rank, stage, payload)
+            else:
+                assert isinstance(payload, int)
+                self._schedule_of[stage].on_message(what, payload)
+            if busy[rank] is None:
+                self._start(now, rank)
+            while waiting and len(busy) - busy.count(None) < (self._cores or 0):
+                self._start(now, waiting.popleft())
+        stuck = [rank for rank, schedule in enumerate(self._ranks) if not isinstance(schedule.next_action(), Done)]
+        if stuck:
+            raise AssertionError("the schedule ends with unfinished stages:\n" + "\n".join(
+                f"rank {rank}: {actions_text([action for action, _, _ in self._log[rank]])} then "
+                f"{self._ranks[rank].next_action()}" for rank in stuck))
+        return Simulated(seconds=max((rank[-1][2] for rank in self._log if rank), default=0.0),
+                         actions=tuple(map(tuple, self._log)), states=tuple(map(tuple, self._states)),
+                         stages=tuple(self._stages), placement=self._placement)
+
+    def _start(self, now: float, rank: int) -> None:
+        """Start the next action of a rank that is idle, if there is one and a core is free."""
+        if self._cores is not None:
+            if rank in self._without_core:
+                return
+            if len(self._busy) - self._busy.count(None) >= self._cores:
+                self._without_core.append(rank)
+                return
+        action = self._ranks[rank].possible_action()
         if action is None:
             return
-        stage = held[rank][action.turn]
-        seconds = seconds_of[stage][action.kind, action.defer]
-        done = now + (seconds if jitter is None else seconds * jitter(rank, action))
-        busy[rank] = action
-        log[rank].append((action, now, done))
-        heapq.heappush(events, (done, next(number), stage, "done", action))
+        stage = self._held[rank][action.turn]
+        seconds = self._seconds[stage][action.kind, action.defer]
+        done = now + (seconds if self._jitter is None else seconds * self._jitter(rank, action))
+        self._busy[rank] = action
+        self._log[rank].append((action, now, done))
+        heapq.heappush(self._events, (done, next(self._number), stage, "done", action))
 
-    def finish(now: float, rank: int, stage: int, action: Action) -> None:
-        schedule, here, place = schedule_of[stage], state[rank], 2 * action.turn
-        busy[rank] = None
+    def _finish(self, now: float, rank: int, stage: int, action: Action) -> None:
+        """An action is done: tell the schedule, send what it has made, and note what the rank holds."""
+        schedule, state, place = self._schedule_of[stage], self._state[rank], 2 * action.turn
+        self._busy[rank] = None
         match action.kind:
             case "W":
                 schedule.on_done(action)
-                here[place + 1] -= 1
+                state[place + 1] -= 1
             case "F":
-                schedule.on_done(action, expects_backward=training and trained_below[stage],
-                                 deferrable_bytes=stages[stage].alive_bytes if stages[stage].trains else 0)
-                send(now, stage, stage + 1, "forward", action.microbatch)
-                here[place] += 1
-                states[rank][tuple(here)] = None
+                times = self._stages[stage]
+                schedule.on_done(action, expects_backward=self._returns[stage],
+                                 deferrable_bytes=times.alive_bytes if times.trains else 0)
+                self._send(now, stage, stage + 1, "forward", action.microbatch)
+                state[place] += 1
+                self._states[rank][tuple(state)] = None
             case _:
-                products: Sequence[Product] = queued[stage] if action.defer else ()
+                products: Sequence[Product] = self._products[stage] if action.defer else ()
                 schedule.on_done(action, products=products)
-                send(now, stage, stage - 1, "return", action.microbatch)
-                here[place] -= 1
-                here[place + 1] += len(products)
+                self._send(now, stage, stage - 1, "return", action.microbatch)
+                state[place] -= 1
+                state[place + 1] += len(products)
                 if products:
-                    states[rank][tuple(here)] = None
+                    self._states[rank][tuple(state)] = None
 
-    now = 0.0
-    for rank in ranks:
-        start(now, rank)
-    while events:
-        now, _, stage, what, payload = heapq.heappop(events)
-        rank = rank_of[stage]
-        if what == "done":
-            assert isinstance(payload, Action)
-            finish(now, rank, stage, payload)
-        else:
-            assert isinstance(payload, int)
-            schedule_of[stage].on_message(what, payload)
-        if busy[rank] is None:
-            start(now, rank)
-        while without_core and len(busy) - busy.count(None) < (cores or 0):
-            start(now, without_core.popleft())
-    stuck = [rank for rank, schedule in enumerate(schedules) if not isinstance(schedule.next_action(), Done)]
-    if stuck:
-        raise AssertionError("the schedule ends with unfinished stages:\n" + "\n".join(
-            f"rank {rank}: {actions_text([action for action, _, _ in log[rank]])} then {schedules[rank].next_action()}"
-            for rank in stuck))
-    return Simulated(seconds=max((rank[-1][2] for rank in log if rank), default=0.0),
-                     actions=tuple(map(tuple, log)), states=tuple(map(tuple, states)), stages=tuple(stages),
-                     placement=placement)
+    def _send(self, now: float, stage: int, to: int, what: Literal["forward", "return"], microbatch: int) -> None:
+        """Send a message to a neighbour; the ends of the pipeline have none."""
+        if not 0 <= to < len(self._stages):
+            return
+        edge = source, destination = self._rank_of[stage], self._rank_of[to]
+        if source == destination:
+            self._schedule_of[to].on_message(what, microbatch)
+            return
+        sent = max(now, self._edge_free.get(edge, 0.0)) + self._transfer(source, destination)
+        arrival = max(sent + self._hop(source, destination), self._arrived.get(edge, 0.0))
+        self._edge_free[edge], self._arrived[edge] = sent, arrival
+        heapq.heappush(self._events, (arrival, next(self._number), to, what, microbatch))
 
 
 # --- the time of a batch ----------------------------------------------------------------------------------------------
