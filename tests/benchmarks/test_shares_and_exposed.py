@@ -74,7 +74,7 @@ def test_products_before_the_wait_hide_a_transfer(before):
 
 
 @pytest.mark.parametrize(("case", "last"), [
-    pytest.param(case, last, marks=() if last and case in exposed.HELD[1::40] else pytest.mark.slow)
+    pytest.param(case, last, marks=() if last and case in exposed.HELD[1::80] else pytest.mark.slow)
     for case in exposed.HELD for last in (False, True)], ids=str)
 def test_products_hide_all_but_one_panel_of_each_activation(case, last):
     """On the first and the last rank of the mesh."""

@@ -9,6 +9,7 @@ import pytest
 from benchmarks.tensor import counted, limits, scaling
 from ranvier.config.run import Transformer
 from ranvier.planner.count import laid_out
+from tests.covering import first
 from tests.mpi import NEEDS_MPI
 
 CIRCUMSTANCES = {"date", "commit", "machine", "versions", "command"}
@@ -65,7 +66,8 @@ def test_limits(tmp_path, capsys):
     assert "fits" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(("scheme", "row", "col"), [("stationary", 2, 2), ("summa", 2, 2), ("megatron", 1, 4)])
+@pytest.mark.parametrize(("scheme", "row", "col"), first(
+    [("megatron", 1, 4)], [("stationary", 2, 2), ("summa", 2, 2), ("megatron", 1, 4)]))
 def test_memory_of_many_layers_is_that_of_check(scheme, row, col):
     config = Transformer(num_layers=5, hidden=32, heads=4, vocab=512, sequence=16)
     run = limits.run_of(scheme, row, col, config, 4)

@@ -40,8 +40,9 @@ def test_the_fastest_of_all_that_is_open():
 
 
 @pytest.mark.parametrize(("mesh", "ranks", "expected"), [
-    (MeshSettings(data="auto", pipe=2), 4, (2, 2, 1, 1)), (MeshSettings(pipe="auto"), 3, (1, 3, 1, 1)),
-    (MeshSettings(data="auto", col=2), 4, (2, 1, 1, 2)),
+    pytest.param(MeshSettings(data="auto", pipe=2), 4, (2, 2, 1, 1), marks=pytest.mark.slow),
+    (MeshSettings(pipe="auto"), 3, (1, 3, 1, 1)),
+    pytest.param(MeshSettings(data="auto", col=2), 4, (2, 1, 1, 2), marks=pytest.mark.slow),
     (MeshSettings(data="auto", row="auto", col=2, tile=(2, 1)), 4, (1, 1, 2, 2))])
 def test_what_is_given_stays(mesh, ranks, expected):
     run = replace(OPEN, mesh=mesh, batch=replace(OPEN.batch, microbatch_size=2))

@@ -73,7 +73,7 @@ def test_dropout_on_a_cpu_keeps_numbers():
     assert of_cpu - of_cuda == 3 * SAMPLES * 128 * 256
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt"])
+@pytest.mark.parametrize("family", [pytest.param("llama", marks=pytest.mark.slow), "gpt"])
 def test_attention_by_products_keeps_its_scores(family):
     for cost, module, state in blocks_of(family, Counting(has_scores=True)):
         with sdpa_kernel(SDPBackend.MATH):

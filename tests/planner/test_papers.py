@@ -66,6 +66,7 @@ def test_deepspeed_is_faster_than_megatron_and_axonn_than_both(axonn, scale):
     assert 1.0 < deepspeed < megatron
 
 
+@pytest.mark.slow
 def test_trends(papers):
     five, eight = papers.figure_five(), papers.figure_eight()
     assert list(five.values()) == sorted(five.values())
@@ -74,6 +75,7 @@ def test_trends(papers):
     assert eight[best] < eight[32] < eight[64]
 
 
+@pytest.mark.slow
 def test_a_rank_computes_less_for_what_it_sends_with_more_stages(papers):
     """Theorem 5.3: computing over bytes sent falls as 1 / G_inter."""
     assert list(papers.theorem().values()) == pytest.approx([1.0] * 4, abs=0.02)

@@ -46,6 +46,7 @@ def test_the_picture_has_the_actions_of_the_simulation():
     assert axes.get_xlim()[1] == pytest.approx(found.step.seconds)
 
 
+@pytest.mark.slow
 def test_a_picture_of_many_stages_says_how_many_there_are_and_fits(tmp_path, monkeypatch):
     """No text is cut off at an edge, and the legend covers no curve; curves have the run's number of microbatches."""
     figures, drawn = [], []

@@ -36,8 +36,9 @@ TINY = ResolvedRun(model=Transformer(num_layers=4, hidden=64, heads=4, vocab=512
 
 
 @cache
-def plan_for_four():
-    return search(TINY, load_cluster("h100"), 4)
+def plan_for_two():
+    """Plans that differ in their microbatches, and little in their times."""
+    return search(replace(TINY, mesh=Mesh(pipe=2)), load_cluster("laptop"), 2, ("microbatch",))
 
 
 def gpt(name, **changes):
@@ -46,7 +47,7 @@ def gpt(name, **changes):
 
 
 @pytest.mark.parametrize(("mesh", "size"), [(Mesh(), 3), (Mesh(pipe=2), 4), (Mesh(row=2, col=2), 4),
-                                            (Mesh(pipe=2, col=2), 5)], ids=str)
+                                            pytest.param(Mesh(pipe=2, col=2), 5, marks=pytest.mark.slow)], ids=str)
 def test_scaled_work_is_counted_work(mesh, size):
     """Counted for small microbatches and scaled to all others; bytes and FLOPs are exact."""
     run = replace(TINY, mesh=mesh, batch=Batch(global_size=20, microbatch_size=size))
@@ -105,6 +106,7 @@ def test_other_searches_in_this_process_count_no_block_again(monkeypatch):
     assert Work().blocks(replace(small, mesh=Mesh(pipe=3, data=2))) == found[0] and len(counted) == len(found) + 1
 
 
+@pytest.mark.slow
 def test_a_faster_network_has_no_slower_plan():
     """Meshes whose gradients take the same time gain unequally from smaller chunks, so the fastest with usual chunks
     need not be the fastest."""
@@ -151,7 +153,7 @@ def test_candidates_are_all_meshes_and_all_of_them_can_be():
 @pytest.mark.slow
 def test_the_plan_is_the_fastest_of_all_that_fit():
     cluster = load_cluster("h100")
-    plan = plan_for_four()
+    plan = search(TINY, cluster, 4)
     seconds = [found.cost.seconds for found in plan.best]
     assert seconds[0] == min(seconds) and all(found.fits and found.memory for found in plan.best)
     work = Work()
@@ -160,6 +162,7 @@ def test_the_plan_is_the_fastest_of_all_that_fit():
     assert plan.considered == len(everything) > len(plan.best) and seconds[0] <= min(everything)
 
 
+@pytest.mark.slow
 def test_what_saves_memory_waits_for_its_turn():
     """With little memory the plan is the fastest of all variants that fit, each predicted separately."""
     cluster = load_cluster("h100")
@@ -177,7 +180,8 @@ def test_what_saves_memory_waits_for_its_turn():
 
 
 @pytest.mark.parametrize(("cluster", "mesh", "settings"), [
-    ("laptop", Mesh(pipe=2, data=2), {}), ("h100", Mesh(pipe=3, col=2), {"checkpoint": "auto"}),
+    ("laptop", Mesh(pipe=2, data=2), {}),
+    pytest.param("h100", Mesh(pipe=3, col=2), {"checkpoint": "auto"}, marks=pytest.mark.slow),
     pytest.param("h100", Mesh(pipe=2, row=2), {"offload": "stream"}, marks=pytest.mark.slow),
     ("summit", Mesh(data=4), {"shard": True}),
     pytest.param("h100", Mesh(pipe=6), {"checkpoint": 1}, marks=pytest.mark.slow)], ids=str)
@@ -408,7 +412,7 @@ def test_a_plan_chooses_the_number_format_where_nobody_did(capsys):
 
 def test_what_is_measured_orders_the_plan(monkeypatch):
     """The third plan by prediction is the fastest of the three measured; the others' predictions are corrected."""
-    plan = plan_for_four()
+    plan = plan_for_two()
     real = {id(found.run): factor * found.cost.seconds
             for found, factor in zip(plan.best, (9.0, 6.0, 5.0), strict=False)}
     monkeypatch.setattr(trial, "step_seconds", lambda run, folder: real[id(run)])
@@ -427,7 +431,7 @@ def test_what_is_measured_orders_the_plan(monkeypatch):
 
 def test_the_one_that_was_measured_stays_first(monkeypatch):
     """Whatever the predictions of the others, which were not measured."""
-    plan = plan_for_four()
+    plan = plan_for_two()
     plan = replace(plan, best=(plan.best[1], plan.best[0], *plan.best[2:]))
     monkeypatch.setattr(trial, "step_seconds", lambda run, folder: 1.0)
     after = trial.measure_plan(plan, 1)

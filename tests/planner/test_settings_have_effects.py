@@ -151,8 +151,9 @@ def test_a_setting_changes_the_step_or_the_memory(name):
         "or list it with the reason in LISTED")
 
 
-@pytest.mark.parametrize("name", ["model.attention_kernel", "model.float8", "model.compile", "memory.recompute",
-                                  "tensor.sequence_sharding"])
+@pytest.mark.parametrize("name", [
+    pytest.param("model.attention_kernel", marks=pytest.mark.slow), "model.float8", "model.compile", "memory.recompute",
+    "tensor.sequence_sharding"])
 def test_what_computes_otherwise_changes_both(name):
     found = list(comparisons(name))
     assert all(any(before[what] != after[what] for before, after in found) for what in (0, 1))

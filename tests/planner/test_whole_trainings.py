@@ -352,7 +352,8 @@ def test_a_job_file_has_the_folder_of_the_run(here, tmp_path):
         assert container["volumeMounts"][0] == {"name": "runs", "mountPath": mounted}
 
 
-@pytest.mark.parametrize("flags", [["--precision", "bf16", "--optim.ema", "0.9"], ["--lora.rank", "2"]])
+@pytest.mark.parametrize("flags", [
+    pytest.param(["--precision", "bf16", "--optim.ema", "0.9"], marks=pytest.mark.slow), ["--lora.rank", "2"]])
 def test_a_checkpoint_has_as_many_bytes(tmp_path, flags):
     (tmp_path / "text.txt").write_text("day and night\n" * 400)
     (tmp_path / "recipe.toml").write_text("")

@@ -28,7 +28,7 @@ def received(engine):
 
 @pytest.mark.parametrize(("mesh", "options", "is_frozen"), [
     (BETWEEN_NODES, {"pipeline": Pipeline(policy="gpipe")}, True),
-    (Mesh(pipe=2, col=4), {"memory": Memory(recompute=1)}, False),
+    pytest.param(Mesh(pipe=2, col=4), {"memory": Memory(recompute=1)}, False, marks=pytest.mark.slow),
     (Mesh(data=2, pipe=2, col=2), {"pipeline": Pipeline(stages_per_rank=2)}, False)],
     ids=["gpipe, frozen", "recomputed", "two stages a rank"])
 def test_gradients_are_those_of_whole_messages(in_parts, mesh, options, is_frozen):

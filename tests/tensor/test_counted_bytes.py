@@ -43,7 +43,7 @@ CASES = [(scheme, row, col) for scheme, row, col in
          if SIZES.heads % col == 0 and SIZES.vocab % col == 0 and SIZES.sequence % col == 0]
 
 
-@pytest.mark.parametrize(("scheme", "row", "col"), quick(5, CASES))
+@pytest.mark.parametrize(("scheme", "row", "col"), quick(3, CASES))
 def test_counts_are_those_of_the_formulas(scheme, row, col):
     """A layer is the sum of its parts."""
     for checkpointed in (False, True):
@@ -137,7 +137,7 @@ REAL = [("summa", 2, 2), ("summa", 2, 3), ("summa", 1, 3), ("summa", 3, 1), ("st
 
 
 @pytest.mark.parametrize(("scheme", "row", "col", "checkpointed"), chosen(
-    [("summa", 2, 2, True), ("stationary", 2, 2, False), ("megatron-sequence", 1, 4, True)], REAL, [False, True]))
+    [("summa", 2, 2, True), ("megatron-sequence", 1, 4, True)], REAL, [False, True]))
 def test_real_ranks_receive_what_the_meta_device_counts(scheme, row, col, checkpointed):
     panel_bytes = 1500  # one unit of megatron-sequence, several of the others; each has several panels
 
@@ -187,7 +187,7 @@ MODEL = Transformer(num_layers=2, hidden=16, heads=4, vocab=24, sequence=8)
 
 
 @pytest.mark.parametrize(("row", "col", "keep"), chosen(
-    [(2, 1, True), (2, 2, False)], [(2, 2), (2, 1), (4, 1)], [False, True]))
+    [(2, 1, True)], [(2, 2), (2, 1), (4, 1)], [False, True]))
 def test_kept_weights_are_gathered_once_a_step(row, col, keep):
     """Bytes along `row` and `col` in steps of 1, 3 and again 1 microbatches. Kept weights and their gradients travel
     once; on one column the head's gradient travels each time, because the embedding has the same parameter.

@@ -64,7 +64,7 @@ def assert_as_one_process(kind, mesh, *, count=2, change=lambda model: model, **
                          batches_of(kind, mesh, count=count), mesh, least=1e-3 if kind == "span" else 0.0, **options)
 
 
-@pytest.mark.parametrize(("rows", "cols", "scheme", "kind"), quick(4, covering(FEW, KINDS)))
+@pytest.mark.parametrize(("rows", "cols", "scheme", "kind"), quick(3, covering(FEW, KINDS)))
 def test_on_tensor_meshes(rows, cols, scheme, kind):
     mesh = Mesh(row=rows, col=cols)
     assert_as_one_process(kind, mesh, scheme=scheme)
@@ -88,7 +88,7 @@ def test_on_all_axes(mesh, scheme, kind):
 
 
 @pytest.mark.parametrize(("rows", "cols", "scheme", "kind"), chosen(
-    [(1, 2, "sequence", "images"), (1, 1, "stationary", "classes"), (2, 1, "stationary", "span")],
+    [(1, 2, "sequence", "images"), (1, 1, "stationary", "classes")],
     [(2, 1, "stationary"), (2, 2, "stationary"), (2, 2, "summa"), (1, 2, "sequence"), (1, 1, "stationary")], KINDS))
 def test_checkpointed_and_deferred(rows, cols, scheme, kind):
     mesh = Mesh(pipe=2, row=rows, col=cols)
@@ -97,7 +97,7 @@ def test_checkpointed_and_deferred(rows, cols, scheme, kind):
 
 
 @pytest.mark.parametrize(("rows", "cols", "scheme", "kind"), chosen(
-    [(2, 2, "summa", "span"), (1, 2, "megatron", "classes"), (1, 2, "sequence", "images")],
+    [(1, 2, "megatron", "classes"), (1, 2, "sequence", "images")],
     [(2, 2, "stationary"), (2, 2, "summa"), (1, 2, "sequence"), (1, 2, "megatron"), (1, 1, "stationary")], KINDS))
 def test_predictions_are_whole(rows, cols, scheme, kind):
     mesh = Mesh(pipe=2, row=rows, col=cols)

@@ -50,8 +50,7 @@ def with_biases(name: str) -> Initial:
 
 
 @pytest.mark.parametrize(("rows", "cols", "scheme"), first(
-    [(2, 1, "stationary"), (1, 2, "megatron"), (1, 2, "sequence"), (2, 2, "summa"), (2, 2, "stationary-sequence")],
-    MESHES))
+    [(2, 1, "stationary"), (1, 2, "megatron"), (2, 2, "stationary-sequence")], MESHES))
 def test_one_engine_on_every_mesh(rows, cols, scheme):
     """All parameters, also biases and norms, start as parts of one random tensor. Gradients are those of one process; a
     loss averaged in each row would multiply them by the number of rows, and a bias added by several ranks would count
@@ -300,7 +299,7 @@ def test_a_layer_that_is_used_twice(rows, cols, scheme, twice, defer_bytes):
 # ---------------------------------------------------------------------- training that needs checkpointing
 
 @pytest.mark.parametrize(("rows", "cols", "scheme"), first(
-    [(2, 1, "stationary"), (1, 2, "stationary-sequence")], MESHES))
+    [(1, 2, "stationary-sequence")], MESHES))
 def test_training_is_the_same_without_checkpointing(rows, cols, scheme):
     """If the forward passes of layers shared buffers, operands would be right only if they are recomputed."""
     mesh = Mesh(row=rows, col=cols)
@@ -321,7 +320,7 @@ def test_training_is_the_same_without_checkpointing(rows, cols, scheme):
         assert_close(assemble(weights, layouts[0]), reference.parameters)
 
 
-@pytest.mark.parametrize(("rows", "cols", "scheme"), quick(2, sorted(MESHES, key=lambda one: one[2])))
+@pytest.mark.parametrize(("rows", "cols", "scheme"), first([(2, 2, "summa")], sorted(MESHES, key=lambda one: one[2])))
 def test_microbatches_in_flight_do_not_share_memory(rows, cols, scheme):
     """All forwards run before the first backward, so nothing that they save may be in a workspace."""
     mesh = Mesh(pipe=2, row=rows, col=cols)

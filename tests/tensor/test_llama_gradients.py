@@ -87,7 +87,7 @@ def test_on_all_axes(mesh, scheme, kind):
     pytest.param(1, 4, "megatron", "llama", dict(memory=Memory(recompute="selective")), marks=pytest.mark.slow),
     pytest.param(2, 2, "summa", "biased", dict(memory=Memory(recompute="selective")), marks=pytest.mark.slow),
     pytest.param(1, 4, "stationary", "mistral", dict(pipeline=Pipeline(defer_bytes=1 << 40)), marks=pytest.mark.slow),
-    (2, 2, "summa", "biased", dict(pipeline=Pipeline(defer_bytes=1 << 40))),
+    pytest.param(2, 2, "summa", "biased", dict(pipeline=Pipeline(defer_bytes=1 << 40)), marks=pytest.mark.slow),
     (1, 1, "stationary", "gemma2", dict(memory=Memory(recompute=1), pipeline=Pipeline(defer_bytes=1 << 40))),
     (2, 2, "stationary", "olmo2", dict(settings=TensorParallel(keep_weights=True))),
 ])
@@ -112,7 +112,7 @@ def test_a_frozen_prefix(mesh, scheme, kind):
 
 
 @pytest.mark.parametrize(("rows", "cols", "scheme", "kind"), [
-    (2, 2, "stationary", "gemma2"), (1, 4, "sequence", "llama")])
+    pytest.param(2, 2, "stationary", "gemma2", marks=pytest.mark.slow), (1, 4, "sequence", "llama")])
 def test_predictions_are_whole(rows, cols, scheme, kind):
     mesh = Mesh(pipe=2, row=rows, col=cols)
     batches = token_batches(mesh, count=2, per_row=2)

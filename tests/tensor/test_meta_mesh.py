@@ -50,9 +50,10 @@ def noted_gaps(monkeypatch: pytest.MonkeyPatch) -> list[object]:
 
 
 @pytest.mark.parametrize(("family", "sequence", "mesh", "tensor", "microbatch"), [
-    ("gpt", 15_000, Mesh(col=2), TensorParallel(sequence_sharding=True), 2),
+    pytest.param("gpt", 15_000, Mesh(col=2), TensorParallel(sequence_sharding=True), 2, marks=pytest.mark.slow),
     ("llama", 9973, Mesh(row=2, col=2), TensorParallel(), 6),
-    ("llama", 15_000, Mesh(col=2), TensorParallel(scheme="megatron", sequence_sharding=True), 2),
+    pytest.param("llama", 15_000, Mesh(col=2), TensorParallel(scheme="megatron", sequence_sharding=True), 2,
+                 marks=pytest.mark.slow),
     ("gpt", 1 << 15, Mesh(row=2), TensorParallel(), 2),
 ])
 def test_like_panels_cost_what_they_cost_one_by_one(monkeypatch: pytest.MonkeyPatch, family: str, sequence: int,
@@ -71,7 +72,7 @@ def test_like_panels_cost_what_they_cost_one_by_one(monkeypatch: pytest.MonkeyPa
             assert without_storages(follows(mine.kernels)) == without_storages(follows(other.kernels))
 
 
-@pytest.mark.parametrize("recompute", ["none", 1])
+@pytest.mark.parametrize("recompute", [pytest.param("none", marks=pytest.mark.slow), 1])
 def test_like_panels_need_the_memory_that_they_need_one_by_one(monkeypatch: pytest.MonkeyPatch, recompute: int | str):
     """A layer that is recomputed keeps the panels that it has gathered."""
     run = replace(run_of("llama", 9973, Mesh(row=2, col=2), TensorParallel(), 6),

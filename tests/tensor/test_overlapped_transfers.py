@@ -311,7 +311,7 @@ def late(monkeypatch):
 
 
 @pytest.mark.parametrize(("mesh", "scheme", "options", "tied"), chosen([
-    (Mesh(col=2), "sequence", {}, True), (Mesh(col=2), "sequence", {"memory": Memory(recompute=1)}, False),
+    (Mesh(col=2), "sequence", {}, True),
     (Mesh(pipe=2, row=2), "stationary", {"pipeline": Pipeline(defer_bytes=1 << 40)}, True)], [
     (mesh, scheme, options)
     for mesh, scheme in [(Mesh(row=2, col=2), "stationary"), (Mesh(col=2), "sequence"),

@@ -72,7 +72,7 @@ def test_gpt_with_pipeline_or_replicas(mesh, scheme):
     assert_parity(tiny_gpt, token_batches(mesh, per_row=2), mesh, scheme=scheme)
 
 
-@pytest.mark.parametrize(("rows", "cols", "scheme", "checkpoint"), quick(2, [
+@pytest.mark.parametrize(("rows", "cols", "scheme", "checkpoint"), quick(1, [
     (*one, checkpoint) for one in legal([(1, 2), (2, 2)]) for checkpoint in (1, 2, "auto")
     if checkpoint != 2 or one == (2, 2, "stationary")]))
 def test_checkpointing(rows, cols, scheme, checkpoint):
@@ -169,7 +169,7 @@ def test_deferred_weight_gradients_on_columns_alone(mesh, scheme):
 
 
 @pytest.mark.parametrize(("mesh", "bucket_size"), chosen(
-    [(Mesh(row=2, col=2), 7), (Mesh(row=2), 1000)],
+    [(Mesh(row=2, col=2), 7)],
     [Mesh(row=2), Mesh(row=2, col=2), Mesh(data=2, row=2, col=3)], [7, 1000]), ids=str)
 def test_chunks_of_every_size(monkeypatch, mesh, bucket_size):
     """Also if no weights travel together, or only small ones."""
@@ -186,7 +186,7 @@ FROZEN = {"an attention": lambda name: name.startswith("layer0.attention"),
 
 
 @pytest.mark.parametrize(("which", "rows", "cols", "scheme"), chosen(
-    [("weights", 1, 2, "sequence"), ("biases", 2, 2, "stationary")],
+    [("weights", 1, 2, "sequence")],
     list(FROZEN), [(1, 2, "sequence"), (2, 2, "stationary"), (2, 2, "summa")]))
 def test_partly_frozen(rows, cols, scheme, which):
     mesh = Mesh(row=rows, col=cols)
@@ -203,7 +203,7 @@ def test_partly_frozen_on_stages(which):
 
 
 @pytest.mark.parametrize(("rows", "cols", "scheme", "count"), chosen(
-    [(2, 2, "summa", 2), (1, 2, "megatron", 1), (1, 4, "sequence", 1)],
+    [(2, 2, "summa", 2)],
     [*EACH, (3, 3, "stationary"), (1, 4, "sequence")], [1, 2]))
 def test_predictions_are_whole(rows, cols, scheme, count):
     mesh = Mesh(pipe=count, row=rows, col=cols)
@@ -211,7 +211,7 @@ def test_predictions_are_whole(rows, cols, scheme, count):
 
 
 @pytest.mark.parametrize(("mesh", "scheme"), first(
-    [(Mesh(row=2, col=2), "stationary"), (Mesh(col=2), "sequence")],
+    [(Mesh(col=2), "sequence")],
     [(Mesh(row=2, col=2), "stationary"), (Mesh(row=2, col=3), "summa"), (Mesh(col=2), "sequence"),
      (Mesh(pipe=2, row=2, col=2), "stationary")]), ids=str)
 def test_evaluation_and_prediction_before_training(mesh, scheme):
@@ -271,7 +271,7 @@ def test_shorter_sequences_and_other_sizes(rows, cols, scheme):
 
 
 @pytest.mark.parametrize(("rows", "cols", "scheme"), first(
-    [(1, 4, "stationary"), (2, 2, "summa")], legal([(1, 4), (2, 2), (3, 3)])))
+    [(1, 4, "stationary")], legal([(1, 4), (2, 2), (3, 3)])))
 def test_one_token_of_the_vocabulary_for_each(rows, cols, scheme):
     mesh, vocab = Mesh(row=rows, col=cols), max(rows, cols)
     assert_parity(partial(tiny_gpt, vocab=vocab), token_batches(mesh, count=1, vocab=vocab), mesh, scheme=scheme)

@@ -96,7 +96,7 @@ def test_states_on_one_replica(mesh, scheme, options):
 
 
 @pytest.mark.parametrize(("clip_norm", "mesh", "scheme", "shard"), chosen(
-    [(0.05, Mesh(row=2, col=2), "stationary", False), (0.05, Mesh(data=2, col=2), "megatron", True)],
+    [(0.05, Mesh(row=2, col=2), "stationary", False)],
     [0.05, 1e6], [*((*run, False) for run in RUNS), *((*run, True) for run in SPREAD)]), ids=str)
 def test_clipping_by_the_global_norm_is_torchs(clip_norm, mesh, scheme, shard):
     assert_trains(tiny_gpt, mesh, scheme=scheme, clip_norm=clip_norm,
@@ -165,7 +165,7 @@ def test_gradients_and_their_step_apart(mesh):
 # ---------------------------------------------------------------------- half precision
 
 @pytest.mark.parametrize(("mesh", "scheme", "dtype", "options"), first([
-    (Mesh(col=2), "megatron", torch.bfloat16, {}), (Mesh(col=2), "sequence", torch.bfloat16, {"accumulate": "half"}),
+    (Mesh(col=2), "sequence", torch.bfloat16, {"accumulate": "half"}),
     (Mesh(row=2), "stationary", torch.float16, {"offload": "host"})], [
     (Mesh(row=2), "stationary", torch.float16, {"offload": "host"}),
     (Mesh(row=2, col=2), "stationary", torch.bfloat16, {}),

@@ -97,7 +97,7 @@ def test_routed_tokens(ids, meshes, count):
 
 @pytest.mark.parametrize(("meshes", "agree"), [
     ([(2, 2)], 3), pytest.param([(2, 1), (2, 2), (2, 3)], 8, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("count", [3, 1])
+@pytest.mark.parametrize("count", [pytest.param(3, marks=pytest.mark.slow), 1])
 def test_rows_share_a_microbatch_unevenly(count, meshes, agree):
     """Embeddings, attention, norms, dropout and the split loss; with a single sample, one of 2 rows has none."""
     config = Transformer(num_layers=1, hidden=36, heads=6, vocab=31, sequence=6, dropout=0.1)
@@ -122,7 +122,7 @@ BATCHES = [[Microbatch(ids, ids[:, 0] % 3, torch.arange(2) + 10 * number) for nu
 
 
 @pytest.mark.parametrize(("keep", "checkpoint", "defer_bytes", "pipe"), chosen(
-    [(True, "none", 1 << 40, 2), (False, 1, 0, 1)], [False, True], ["none", 1], [(0, 1), (1 << 40, 1), (1 << 40, 2)]))
+    [(True, "none", 1 << 40, 2)], [False, True], ["none", 1], [(0, 1), (1 << 40, 1), (1 << 40, 2)]))
 def test_in_the_engine(keep, checkpoint, defer_bytes, pipe):
     """With recomputation, kept weights and deferred weight gradients, all rows run the same number of collectives."""
     outcome = gradients_on(routed, BATCHES, Mesh(pipe=pipe, row=2, col=2), settings=TensorParallel(keep_weights=keep),

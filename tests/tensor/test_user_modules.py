@@ -491,7 +491,7 @@ class Penalty(nn.Module):
         return summed(scores, targets)
 
 
-@pytest.mark.parametrize("mesh", [Mesh(row=2), Mesh(col=2)], ids=str)
+@pytest.mark.parametrize("mesh", [pytest.param(Mesh(row=2), marks=pytest.mark.slow), Mesh(col=2)], ids=str)
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
 def test_changes_of_the_users_modules_are_told_of_where_copies_of_them_train(change, mesh):
     """Such changes have no effect. Loading the engine's state into the modules is not a change."""
