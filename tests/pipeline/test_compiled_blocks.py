@@ -237,6 +237,7 @@ def test_a_block_that_cannot_be_compiled_is_named(block, why):
                 pipeline=Pipeline(defer_bytes=1 << 20), compile=True)
 
 
+@pytest.mark.slow
 def test_evaluation_is_uncompiled_and_right():
     """The run on fake tensors that finds shapes leaves nothing behind, such as tables of rotary embeddings."""
     config = Transformer(**SIZES | LLAMA, rope_base=77.0)
@@ -268,6 +269,7 @@ class Whole(nn.Module):
         return self.third(x + y)
 
 
+@pytest.mark.slow
 def test_blocks_of_a_whole_module():
     module = Whole(in_place=False).double()
     assert_parity(lambda: as_model(blocks_of(copy.deepcopy(module)), squared), points([[2, 2]]), Mesh(), compile=True)
@@ -369,7 +371,8 @@ class Collects(nn.Module):
         return self.linear(x) * (len(self.means) + self.sums["all"])
 
 
-@pytest.mark.parametrize("options", [{}, {"memory": Memory(recompute=1)}], ids=["once", "recomputed"])
+@pytest.mark.parametrize("options", [
+    pytest.param({}, marks=pytest.mark.slow), {"memory": Memory(recompute=1)}], ids=["once", "recomputed"])
 def test_what_is_in_attributes_changes_once(options, monkeypatch):
     monkeypatch.setattr(compiled, "BACKEND", "eager")
     assert_parity(lambda: chain(Collects, linear), points([[2, 3]]), Mesh(), compile=True, **options)
@@ -414,8 +417,8 @@ class Counter(nn.Module):
         return y * self.count.view(()) if self.reads == "after" else y
 
 
-@pytest.mark.parametrize(("memory", "sizes"), [(None, [2, 3]), (Memory(recompute=1), [2, 2])],
-                         ids=["once", "recomputed"])
+@pytest.mark.parametrize(("memory", "sizes"), [
+    (None, [2, 3]), pytest.param(Memory(recompute=1), [2, 2], marks=pytest.mark.slow)], ids=["once", "recomputed"])
 def test_a_counter_that_nothing_reads_may_change_in_place(memory, sizes):
     make, batch = partial(model_with_buffers, Counter, linear), points([sizes])
     assert_parity(make, batch, Mesh(), compile=True, memory=memory)

@@ -298,6 +298,7 @@ def test_calls_with_a_timeout_while_the_interpreter_shuts_down(monkeypatch):
     assert call_with_timeout(lambda: 4) == 4, "the call that took too long has ended"
 
 
+@pytest.mark.slow
 def test_boards_that_nobody_closed_do_not_bring_the_interpreter_down():
     """A thread inside a store's C++ code at interpreter shutdown would abort the process."""
     program = ("import time; from torch.distributed import HashStore; from ranvier.comm.board import Board\n"

@@ -114,7 +114,7 @@ def gradients(mesh, widths=WIDTHS, **settings):
     (Mesh(data=2, pipe=2), {"pipeline": Pipeline(policy="1f1b")}),
     (Mesh(), {"memory": Memory(recompute=1)}),
     pytest.param(Mesh(), {"compile": True}, marks=pytest.mark.slow),
-    (Mesh(), {"compile": True, "memory": Memory(recompute=1)}),
+    pytest.param(Mesh(), {"compile": True, "memory": Memory(recompute=1)}, marks=pytest.mark.slow),
 ], ids=["one rank", "pipe", "data and pipe", "recomputed", "compiled", "compiled, recomputed"])
 def test_gradients_are_those_of_rounded_operands(mesh, settings, monkeypatch):
     monkeypatch.setattr(compiled, "BACKEND", "aot_eager")

@@ -15,7 +15,7 @@ from ranvier.mesh import Mesh
 from ranvier.pipeline.engine import Engine
 from ranvier.tensor import layers
 from ranvier.testing.ranks import run_ranks
-from tests.covering import covering
+from tests.covering import covering, quick
 from tests.errors import raises
 from tests.pipeline.parity import assert_parity, chain, chunks_of, on_mesh, points, share, squared
 
@@ -134,7 +134,7 @@ def alike(model, batches, mesh, policies=POLICIES, **options):
         assert not wrong
 
 
-@pytest.mark.parametrize(("block", "place"), covering(list(BLOCKS), [3, 1]))
+@pytest.mark.parametrize(("block", "place"), quick(3, covering(list(BLOCKS), [3, 1])))
 def test_autograd_inside_the_backward(block, place):
     """Even if it is the last block of a stage, where a hook of the block runs before any other node."""
     blocks = [linear] * 6

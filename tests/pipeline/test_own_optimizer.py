@@ -34,7 +34,7 @@ def partly_frozen():
     return frozen(residuals(), of_blocks(0, 1, 4, 7))
 
 
-@pytest.mark.parametrize(("make", "mesh", "offload", "shard"), quick(8, pairwise(
+@pytest.mark.parametrize(("make", "mesh", "offload", "shard"), quick(6, pairwise(
     [small_gpt, three_ends, partly_frozen], MESHES,
     [("none", False), ("none", True), ("stream", True), ("host", False)])), ids=label)
 def test_steps_equal_those_of_torch(make, mesh, offload, shard):
@@ -77,7 +77,7 @@ def test_clipping_by_the_global_norm_is_torchs(mesh, clip_norm, shard):
     assert_same_weights(parameters, reference, mesh)
 
 
-@pytest.mark.parametrize("options", quick(2, [
+@pytest.mark.parametrize("options", quick(1, [
     {"optim": optim(clip_norm=0.01)}, {"optim": optim()}, {"optim": optim(shard=True, offload="stream")},
     {"optim": optim(clip_norm=0.01), "optimizer": ADAMW}]))
 def test_gradients_and_their_step_apart(options):
@@ -207,8 +207,7 @@ def test_loss_scale():
 
 
 @pytest.mark.parametrize(("mesh", "options", "dtype"), chosen(
-    [(Mesh(data=2), {"offload": "stream", "shard": True}, torch.bfloat16),
-     (Mesh(), {"offload": "host", "reduce_dtype": "fp32"}, torch.float16)],
+    [(Mesh(), {"offload": "host", "reduce_dtype": "fp32"}, torch.float16)],
     [Mesh(data=2), Mesh(data=2, pipe=2), Mesh()],
     [{}, {"accumulate": "half"}, {"offload": "stream", "shard": True}, {"offload": "host", "reduce_dtype": "fp32"}],
     [torch.bfloat16, torch.float16]), ids=str)
@@ -231,7 +230,7 @@ def test_half_precision_follows_fp32(mesh, options, dtype):
 
 # ---------------------------------------------------------------------- update in backward
 
-@pytest.mark.parametrize(("make", "mesh", "checkpoint", "options"), quick(7, pairwise(
+@pytest.mark.parametrize(("make", "mesh", "checkpoint", "options"), quick(5, pairwise(
     [small_gpt, three_ends, partly_frozen], MESHES,
     [("none", {}), (2, {"offload": "stream", "shard": True}), ("none", {"offload": "host"})])), ids=label)
 def test_updates_in_the_backward_equal_those_after_it(make, mesh, checkpoint, options):

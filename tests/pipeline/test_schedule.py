@@ -40,7 +40,7 @@ def pipelines(draw):
                                                   defer_bytes=draw(st.sampled_from([0, 1, 5, 6, 17, 1 << 40])))
 
 
-@examples(12)
+@examples(6)
 @given(pipelines(), st.integers(2, 4), st.integers(2, 4), st.randoms(use_true_random=False))
 def test_interleaved_1f1b_ends_within_its_bounds_whatever_is_late(pipeline, pipe, per_rank, chance):
     """Even if the number of microbatches is not a multiple of the ranks, and if stages train nothing."""

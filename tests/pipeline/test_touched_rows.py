@@ -16,7 +16,7 @@ from ranvier.pipeline.microbatch import Microbatch
 from ranvier.tensor import deferred_linear
 from ranvier.testing.ranks import run_ranks
 from ranvier.testing.reference import Reference
-from tests.covering import covering
+from tests.covering import covering, quick
 from tests.pipeline.parity import assert_parity, chain, chunks_of, merge, on_mesh, share, tokens
 
 VOCAB = 600
@@ -123,10 +123,10 @@ def test_one_rank_has_autograds_bits(monkeypatch):
     assert int(found["b0.weight"].any(1).sum()) <= 11
 
 
-@pytest.mark.parametrize(("optim", "precision"), covering([
+@pytest.mark.parametrize(("optim", "precision"), quick(3, covering([
     Optim(clip_norm=1.0, bucket_size=1024), Optim(shard=True, bucket_size=1024), Optim(shard=True, bucket_size=250),
     Optim(accumulate="half", reduce_dtype="fp32", bucket_size=512), Optim(offload="stream", bucket_size=512)],
-    [torch.float32, torch.bfloat16]))
+    [torch.float32, torch.bfloat16])))
 def test_training_is_bit_identical_on_two_replicas(optim, precision, monkeypatch, packed):
     """Parameters after some steps, with and without packed sums; one of the steps reaches fewer rows."""
     config = Transformer(num_layers=1, hidden=8, heads=2, vocab=VOCAB, sequence=6, untied=True)
