@@ -59,7 +59,7 @@ def test_between_a_hybrid_placement_and_another(tmp_path, way):
                    after={"offload": after, "offload_share": 0.8}, dtype=torch.bfloat16)
 
 
-@pytest.mark.parametrize("number", first([0, 10, 13], range(len(MESHES))))
+@pytest.mark.parametrize("number", first([0, 13], range(len(MESHES))))
 def test_around_all_meshes_and_ways(tmp_path, number):
     """Every mesh saves and loads, with offloading and sharding on one side or both."""
     ways = [way for way in WAYS if "algorithm" not in way]
@@ -111,7 +111,7 @@ def halves(tmp_path, first, second, *, before=None, after=None, **options):
 
 
 @pytest.mark.parametrize(("mesh", "options"), [*first([
-    (Mesh(), {"dtype": torch.float16}), (Mesh(data=2), {"offload": "stream", "clip_norm": 0.1})], [
+    (Mesh(), {"dtype": torch.float16})], [
     (Mesh(), {"dtype": torch.float16}), (Mesh(row=2), {"dtype": torch.bfloat16}),
     (Mesh(data=2, pipe=2), {"dtype": torch.bfloat16, "shard": True}),
     (Mesh(data=2), {"offload": "stream", "clip_norm": 0.1}), (Mesh(pipe=2), {"offload": "host"}),

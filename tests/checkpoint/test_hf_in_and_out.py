@@ -308,8 +308,7 @@ def test_without_transformers_our_own_reading_is_the_peer(tmp_path, capsys, monk
     assert out.count("largest difference 0, ") == 2
 
 
-@pytest.mark.parametrize("fault", ["transpose", "heads", "swap"])
-@pytest.mark.parametrize("way", ["export", "import"])
+@pytest.mark.parametrize(("way", "fault"), covering(["export", "import"], ["transpose", "heads", "swap"]))
 def test_a_wrong_layout_is_noticed_and_leaves_nothing(tmp_path, monkeypatch, fault, way):
     pytest.importorskip("transformers")
     run = write_checkpoint(tmp_path / "run")

@@ -462,6 +462,7 @@ def test_the_quiz_is_the_same_everywhere_and_its_answers_are_right(tmp_path):
     assert answers["Which day comes before Monday?"] == "Sunday comes before Monday."
 
 
+@pytest.mark.slow
 def test_a_run_on_the_quiz(tmp_path):
     run = run_of(tmp_path)
     run = replace(run, data=replace(run.data, train="quiz"))

@@ -10,7 +10,7 @@ from ranvier.inference.evaluation import encode_pair, loglikelihoods, windows
 from ranvier.inference.trained import build_language_engine, open_model
 from ranvier.mesh import Mesh
 from ranvier.testing.ranks import run_ranks
-from tests.covering import quick
+from tests.covering import first
 from tests.errors import raises
 
 TEXT = "the quick brown fox jumps over the lazy dog and runs away from the brown bear é à ü "
@@ -52,7 +52,8 @@ def theirs(folder):
     return requests, found
 
 
-@pytest.mark.parametrize(("mesh", "scheme"), quick(4, [
+@pytest.mark.parametrize(("mesh", "scheme"), first([
+    (Mesh(), "stationary"), (Mesh(data=2), "stationary"), (Mesh(row=2, col=2), "stationary")], [
     (Mesh(), "stationary"), (Mesh(pipe=2), "stationary"), (Mesh(data=2), "stationary"), (Mesh(col=2), "megatron"),
     (Mesh(row=2, col=2), "stationary"), (Mesh(row=2), "stationary"), (Mesh(data=2, pipe=2, col=2), "summa")]), ids=str)
 def test_likelihoods_are_those_of_a_plain_loop(folder, theirs, mesh, scheme):

@@ -78,8 +78,9 @@ def assert_as_one_process(family, mesh, lora=LORA, **options):
     pytest.param(2, 2, "stationary", 1, 1, "gpt", DORA, marks=pytest.mark.slow),
     (2, 3, "stationary", 1, 1, "llama", DORA), (2, 2, "summa", 1, 1, "llama", LORA),
     (1, 3, "megatron", 1, 1, "llama", DORA), (1, 2, "sequence", 1, 2, "gpt", LORA),
-    (1, 4, "sequence", 1, 1, "llama", SOME), (1, 2, "stationary", 2, 1, "classes", LORA),
-    (2, 2, "stationary", 1, 1, "images", SOME)])
+    pytest.param(1, 4, "sequence", 1, 1, "llama", SOME, marks=pytest.mark.slow),
+    (1, 2, "stationary", 2, 1, "classes", LORA),
+    pytest.param(2, 2, "stationary", 1, 1, "images", SOME, marks=pytest.mark.slow)])
 def test_on_meshes(rows, cols, scheme, pipe, data, family, lora):
     assert_as_one_process(family, Mesh(row=rows, col=cols, pipe=pipe, data=data), lora, scheme=scheme)
 
@@ -96,7 +97,7 @@ def test_on_all_tensor_meshes(rows, cols, scheme, family, lora):
 
 @pytest.mark.parametrize(("mesh", "scheme", "lora", "options"), [
     (Mesh(row=2, col=2), "stationary", DORA, dict(memory=Memory(recompute=1))),
-    (Mesh(pipe=2, col=2), "sequence", LORA, dict(memory=Memory(recompute=1))),
+    pytest.param(Mesh(pipe=2, col=2), "sequence", LORA, dict(memory=Memory(recompute=1)), marks=pytest.mark.slow),
     (Mesh(pipe=2, col=2), "summa", LORA, dict(pipeline=Pipeline(defer_bytes=1 << 40))),
     (Mesh(data=2, row=2), "stationary", LORA, dict(optim=Optim(shard=True, bucket_size=40))),
     (Mesh(pipe=2), "stationary", DORA, dict(optim=Optim(offload="host"))),

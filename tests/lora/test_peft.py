@@ -119,7 +119,8 @@ def on_mesh(peer, mesh, work, scheme="stationary"):
 
 
 @pytest.mark.parametrize(("kind", "dora", "mesh", "scheme"), [
-    ("GPT2LMHeadModel", False, Mesh(), "stationary"), ("GPT2LMHeadModel", True, Mesh(row=2, col=2), "stationary"),
+    ("GPT2LMHeadModel", False, Mesh(), "stationary"),
+    pytest.param("GPT2LMHeadModel", True, Mesh(row=2, col=2), "stationary", marks=pytest.mark.slow),
     ("LlamaForCausalLM", False, Mesh(data=2, pipe=2), "stationary"), ("LlamaForCausalLM", True, Mesh(), "stationary"),
     pytest.param("LlamaForCausalLM", True, Mesh(col=4), "megatron", marks=pytest.mark.slow),
     pytest.param("LlamaForCausalLM", False, Mesh(row=2, col=2), "summa", marks=pytest.mark.slow),

@@ -21,7 +21,7 @@ from ranvier.models.llama import llama
 from ranvier.models.lora import with_adapters
 from ranvier.planner.count import laid_out
 from ranvier.tensor.quantized_weight import BLOCK, QuantizedWeight, dense
-from tests.covering import covering
+from tests.covering import covering, quick
 from tests.errors import raises
 from tests.lora.test_lora_gradients import adapted, users_blocks
 from tests.tensor.split_parity import assert_parity, on_mesh, token_batches
@@ -98,10 +98,10 @@ def test_slices_are_views_and_copies_are_quantized(weight_format):
         parameter.data.mul_(2)
 
 
-@pytest.mark.parametrize(("mesh", "scheme", "options", "method"), covering([
+@pytest.mark.parametrize(("mesh", "scheme", "options", "method"), quick(4, covering([
     (Mesh(), "stationary", {}), (Mesh(pipe=2, data=2), "stationary", dict(memory=Memory(recompute=1))),
     (Mesh(row=2), "summa", {}), (Mesh(row=2, col=2), "stationary", {}), (Mesh(col=2, data=2), "sequence", {}),
-    (Mesh(data=2, row=2), "stationary", dict(optim=Optim(shard=True, bucket_size=40)))], ["lora", "dora"]))
+    (Mesh(data=2, row=2), "stationary", dict(optim=Optim(shard=True, bucket_size=40)))], ["lora", "dora"])))
 def test_gradients_are_those_of_plain_torch_with_its_values(mesh, scheme, options, method):
     assert_parity(partial(make, replace(LORA, method=method)), token_batches(mesh, count=2, per_row=2), mesh,
                   scheme=scheme, **options)
@@ -124,8 +124,8 @@ def test_values_are_the_same_on_every_mesh(weight_format):
     assert torch.equal(alone, torch.cat([left, right], dim=1))
 
 
-@pytest.mark.parametrize(("weight_format", "mesh"), covering(
-    ["int8", "nf4"], [Mesh(), Mesh(pipe=2), Mesh(row=2, col=2)]))
+@pytest.mark.parametrize(("weight_format", "mesh"), quick(2, covering(
+    ["int8", "nf4"], [Mesh(), Mesh(row=2, col=2), Mesh(pipe=2)])))
 def test_memory_is_predicted_to_the_byte(weight_format, mesh):
     run = ResolvedRun(model=Transformer(**SIZES), batch=Batch(global_size=4, microbatch_size=2), mesh=mesh,
                       precision="bf16", lora=replace(LORA, base_format=weight_format), optim=Optim(bucket_size=100))

@@ -22,6 +22,7 @@ LLAMA = replace(MODELS["llama"], hidden=64)
 LORA = Lora(rank=2, alpha=8.0, targets=("attention.*", "fc2"), base_format="int8")
 
 
+@pytest.mark.slow
 def test_a_moving_and_resumed_run_is_the_run_of_one_process(text, tmp_path, monkeypatch):  # noqa: F811
     shorter = {"model": LLAMA, "lora": LORA, "train": Train(
         steps=7, learning_rate=3e-3, warmup_steps=2, eval_sequences=4, sample_tokens=0)}

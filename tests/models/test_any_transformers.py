@@ -70,7 +70,7 @@ def settings(folder):
     return Transformer(family="transformers", pretrained=str(folder), **sizes_of(str(folder)) | dict(sequence=12))
 
 
-@pytest.mark.parametrize("kind", first(["Mixtral", "GPTNeoX"], KINDS))
+@pytest.mark.parametrize("kind", first(["Mixtral"], KINDS))
 def test_gradients_on_replicas_and_stages(folder_of, kind):
     dtype = torch.float32 if kind == "Mixtral" else torch.float64  # torch has no products of experts in wider formats
     folder = folder_of(kind)

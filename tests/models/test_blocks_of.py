@@ -29,7 +29,7 @@ from ranvier.pipeline.engine import Engine
 from ranvier.pipeline.microbatch import Microbatch
 from ranvier.testing import check_blocks
 from ranvier.testing.ranks import run_ranks
-from tests.covering import covering
+from tests.covering import covering, quick
 from tests.errors import raises
 from tests.pipeline.parity import assert_close, gradients_on
 
@@ -84,8 +84,8 @@ EXAMPLES = {
 }
 
 
-@pytest.mark.parametrize(("name", "cut", "mesh"), covering(
-    [(name, cut) for name, cuts in EXAMPLES.items() for cut in cuts], [MESHES[at] for at in (3, 1, 2, 0)]), ids=str)
+@pytest.mark.parametrize(("name", "cut", "mesh"), quick(4, covering(
+    [(name, cut) for name, cuts in EXAMPLES.items() for cut in cuts], [MESHES[at] for at in (3, 1, 2, 0)])), ids=str)
 def test_gradients_of_whole_modules(name, cut, mesh):
     example = __import__(name)
     torch.manual_seed(0)

@@ -115,7 +115,7 @@ def test_a_parameter_with_memory_of_its_own_is_its_average_inside():
 
 
 @pytest.mark.parametrize(("mesh", "offload", "shard"), first(
-    [(Mesh(data=2), "none", True), (Mesh(pipe=2), "stream", False)], CASES[:-1]), ids=str)
+    [(Mesh(data=2), "none", True)], CASES[:-1]), ids=str)
 def test_parameters_are_their_averages_inside_and_themselves_afterwards(tmp_path, mesh, offload, shard):
     """Training afterwards is the same as without the evaluation inside; ends of ties are averaged, too."""
     def work(engine, looks):

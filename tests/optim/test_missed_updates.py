@@ -13,7 +13,7 @@ from ranvier.mesh import Mesh
 from ranvier.pipeline.engine import Engine
 from ranvier.testing.ranks import run_ranks
 from ranvier.testing.reference import Reference
-from tests.covering import covering
+from tests.covering import covering, quick
 from tests.optim.test_optimizer import OFFLOADS, gradients_like, make, parameters_of
 from tests.pipeline.parity import SEED, assert_close, chain, merge, on_mesh, points, share
 from tests.pipeline.test_unusual_blocks import Plain
@@ -93,8 +93,8 @@ def test_a_step_that_the_device_skips_is_no_missed_one():
     assert optimizer.steps == 2 and optimizer.missed_updates == {"1": 2}
 
 
-@pytest.mark.parametrize(("mesh", "shard"), covering(
-    [Mesh(), Mesh(data=2), Mesh(pipe=2), Mesh(data=2, pipe=2)], [False, True]), ids=str)
+@pytest.mark.parametrize(("mesh", "shard"), quick(2, covering(
+    [Mesh(), Mesh(data=2), Mesh(pipe=2), Mesh(data=2, pipe=2)], [False, True])), ids=str)
 def test_experts_that_are_reached_now_and_then(mesh, shard):
     expected = trained(Reference(experts(), seed=SEED, dtype=torch.float64, optimizer=ADAMW))
 

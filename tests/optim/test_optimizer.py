@@ -92,7 +92,8 @@ def test_equals_torch(algorithm, offload, dtype):
 
 
 @pytest.mark.parametrize("algorithm", [*TORCH, "lion", "muon", "adafactor"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [
+    torch.float32, torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.slow)])
 def test_placements_and_cuts_agree_to_the_bit_where_the_kernel_does(algorithm, dtype):
     """The placement of states changes nothing; buckets of multiples of 16 elements cut no vector."""
     outcomes = []

@@ -23,7 +23,7 @@ from ranvier.pipeline.engine import Engine
 from ranvier.planner.count import laid_out
 from ranvier.testing.memory import MemoryTracker
 from ranvier.testing.ranks import run_processes, run_ranks
-from tests.covering import covering, examples
+from tests.covering import chosen, examples
 from tests.mpi import MPI
 from tests.optim.test_gradients import spec
 
@@ -58,7 +58,9 @@ def trackers(monkeypatch):
     return found
 
 
-@pytest.mark.parametrize(("precision", "options", "shard", "data", "bucket_size"), covering(
+@pytest.mark.parametrize(("precision", "options", "shard", "data", "bucket_size"), chosen([
+    ("bf16", {}, False, 1, 1000), ("bf16", {"reduce_dtype": "fp32"}, True, 2, 10_000),
+    ("bf16", {"accumulate": "half", "reduce_dtype": "fp32"}, False, 3, 1000)],
     [("bf16", {}), ("bf16", {"accumulate": "half"}), ("bf16", {"reduce_dtype": "fp32"}),
      ("bf16", {"accumulate": "half", "reduce_dtype": "fp32"}), ("fp32", {})],
     [False, True, True], [(1, 1000), (2, 1000), (2, 10_000), (3, 1000)]))

@@ -201,6 +201,7 @@ def test_some_classes_of_a_classifier_and_others(theirs, tmp_path):
     assert classes((0, 1, 1)).class_names == ("0", "1")
 
 
+@pytest.mark.slow
 def test_adapters_of_a_classifier_are_those_of_peft(folder, base, tmp_path):
     peft = pytest.importorskip("peft")
     run = classes_run(folder, tmp_path / "run", base, lora=Lora(rank=2, alpha=64.0))

@@ -238,7 +238,7 @@ def run_all(run):
 WHERE = "Block layer0.mlp, microbatch 1 of replica 0: its output has nan"
 
 
-@pytest.mark.parametrize("mesh", quick(2, [Mesh(), Mesh(data=2, pipe=2), Mesh(row=2, col=2)]), ids=str)
+@pytest.mark.parametrize("mesh", quick(1, [Mesh(), Mesh(data=2, pipe=2), Mesh(row=2, col=2)]), ids=str)
 def test_a_run_stops_with_the_block_named(corpus, tmp_path, monkeypatch, mesh):
     break_data(monkeypatch, 2)
     with raises("bad-step", 3, WHERE):

@@ -187,6 +187,7 @@ def test_a_run_takes_the_limits_and_loses_nothing(run, tmp_path, monkeypatch):
     assert (kept["in_flight"], kept["deferred"], kept["defer_last"]) == (4, [2, 3], 3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("mesh", "wishes"), [
     pytest.param(Mesh(data=2), [(1, 2)], marks=pytest.mark.slow), (Mesh(pipe=2), [(2, 1), (1, 2)])], ids=str)
 def test_each_mesh_is_measured_and_what_is_kept_is_about_the_first(run, tmp_path, monkeypatch, mesh, wishes):
@@ -237,6 +238,7 @@ def test_a_run_that_freezes_chooses_at_once_by_what_its_blocks_have_taken(run, t
     assert (kept["in_flight"], kept["deferred"]) == (4, [2, 3])
 
 
+@pytest.mark.slow
 def test_ranks_that_come_back_know_the_times(run, tmp_path, monkeypatch):
     asked, wishes = given(monkeypatch, Limits(in_flight=3, deferred=(0, 1))), [(1, 1), (1, 2)]
 

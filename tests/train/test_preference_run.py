@@ -57,6 +57,7 @@ def losses_of(run):
             if "loss" in line]
 
 
+@pytest.mark.slow
 def test_a_run_resumes_with_its_own_reference_on_another_mesh(folder, tmp_path):
     whole = run_of(folder, tmp_path / "whole")
     summary, expected = trained(whole)

@@ -185,7 +185,7 @@ def test_the_picture_of_many_ranks_stays_of_bounded_size(monkeypatch):
     assert len(page.rows) == 8 and "first 8 of 80 ranks" in page.title
 
 
-@pytest.mark.parametrize("count", [1, 10, 200])
+@pytest.mark.parametrize("count", [1, *(pytest.param(count, marks=pytest.mark.slow) for count in (10, 200))])
 def test_loss_pictures(count, tmp_path):
     losses = {step: 8 / step for step in range(1, count + 1)} | {count: float("nan")}
     draw_loss(tmp_path / "loss.png", losses, {count: 3.0}, "gpt-tiny")

@@ -109,6 +109,7 @@ def assert_scores(summary, rewards):
     assert abs(summary["eval_reward_margin"] - margins.mean()) < 1e-5
 
 
+@pytest.mark.slow
 def test_a_reward_model_from_a_language_model_to_transformers_and_back(folder, base, tmp_path, capsys):
     run = resolve_pretrained(reward_run(folder, tmp_path / "run", mesh=Mesh(pipe=2), model=Transformer(
         pretrained=str(base), sequence=96)))
