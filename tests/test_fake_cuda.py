@@ -93,7 +93,7 @@ def test_stages_on_devices_give_the_cpus_numbers(options):
         assert cuda.calls["current_stream", 1] and not cuda.calls["current_stream", 0]
 
 
-@pytest.mark.parametrize("scheme", ["stationary", "summa"])
+@pytest.mark.parametrize("scheme", ["stationary", pytest.param("summa", marks=pytest.mark.slow)])
 def test_half_precision_on_rows_and_columns(scheme):
     """A device multiplies half precision into fp32 sums; a CPU first widens the operands."""
     program, wide = Program(mesh={"row": 2, "col": 2}, layers=1, steps=1, microbatches=1, precision="bf16",
@@ -112,7 +112,7 @@ def test_half_precision_on_rows_and_columns(scheme):
     assert wide["aten.mm.dtype_out"] or wide["aten.bmm.dtype_out"], [name for name in wide if "mm" in name]
 
 
-@pytest.mark.parametrize("slot_bytes", [1 << 16, 64])
+@pytest.mark.parametrize("slot_bytes", [pytest.param(1 << 16, marks=pytest.mark.slow), 64])
 def test_stages_whose_messages_travel_over_nccl(slot_bytes, monkeypatch):
     """`NcclTransport` itself, with a model of NCCL; messages larger than a slot travel in parts at first."""
     program = Program(mesh={"pipe": 2}, layers=1, microbatches=4, dropout=0.1)

@@ -50,6 +50,7 @@ def found(tmp_path_factory) -> dict[str, list[str]]:
     return lines
 
 
+@pytest.mark.slow
 def test_every_public_name_has_a_type(found: dict[str, list[str]]) -> None:
     types = [re.fullmatch(r'note: Revealed type is "(.*)"', line) for line in found["names.py"]]
     shown = dict(zip([*ranvier.__all__, "__version__"], (one and one[1] for one in types), strict=True))
@@ -59,6 +60,7 @@ def test_every_public_name_has_a_type(found: dict[str, list[str]]) -> None:
     assert shown["train"].endswith("-> dict[str, object]") and shown["start"].endswith("-> ranvier.world.World")
 
 
+@pytest.mark.slow
 def test_programs_of_the_pages_have_no_errors(found: dict[str, list[str]]) -> None:
     assert len(found) == 1 + len(programs()) > 2
     assert not {name: lines for name, lines in found.items() if name != "names.py" and lines}

@@ -17,7 +17,7 @@ from ranvier.planner.auto import with_plan
 from ranvier.planner.candidates import _smaller_model
 from ranvier.planner.problems import problems, warnings
 from ranvier.planner.search import search
-from tests.covering import covering
+from tests.covering import covering, quick
 from tests.errors import check as check_error
 from tests.errors import raises
 
@@ -151,8 +151,8 @@ def test_stages_and_memory():
         assert entry.device_bytes > 16 * row.num_parameters + 16 * owned
 
 
-@pytest.mark.parametrize(("task", "data", "scheme"), covering(
-    [("classification", "sst2"), ("qa", "squad"), ("images", "cifar10")], ["stationary", "summa", "megatron"]))
+@pytest.mark.parametrize(("task", "data", "scheme"), quick(2, covering(
+    [("classification", "sst2"), ("qa", "squad"), ("images", "cifar10")], ["stationary", "summa", "megatron"])))
 def test_stages_and_memory_of_other_families(task, data, scheme):
     """The carried states of these families are dicts, or their inputs are images."""
     rows = {} if scheme == "megatron" else {"mesh__row": "2"}
@@ -272,7 +272,8 @@ def test_a_machine_that_is_too_small_is_a_warning(monkeypatch):
 
 @pytest.mark.parametrize(("flags", "ranks", "shape"), [
     ({"mesh__row": "auto", "mesh__col": "auto"}, 4, (2, 2)),
-    ({"mesh__row": "auto", "mesh__col": "auto", "model__sequence": "512"}, 4, (4, 1)),
+    pytest.param({"mesh__row": "auto", "mesh__col": "auto", "model__sequence": "512"}, 4, (4, 1),
+                 marks=pytest.mark.slow),
     ({"mesh__row": "auto", "mesh__col": "auto", "model__hidden": "1024", "model__heads": "16"}, 4, (1, 4)),
     ({"mesh__row": "auto", "mesh__col": "2"}, 4, (2, 2)),
     ({"mesh__col": "auto", "mesh__row": "2", "mesh__data": "2"}, 8, (2, 2)),

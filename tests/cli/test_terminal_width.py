@@ -41,7 +41,8 @@ def numbers(text):
     return {word.strip("(),;:") for word in text.split() if re.search(r"\d", word)}
 
 
-@pytest.mark.parametrize("words", COMMANDS, ids=lambda words: "-".join(words[:2]))
+@pytest.mark.parametrize("words", [pytest.param(
+    words, id="-".join(words[:2]), marks=pytest.mark.slow if "gpt-12b" in words else ()) for words in COMMANDS])
 def test_what_a_command_prints_fits_80_columns_and_hides_nothing(capsys, monkeypatch, words):
     monkeypatch.setenv("COLUMNS", "400")
     wide = printed(capsys, *words)

@@ -109,6 +109,7 @@ def test_a_contact_without_a_secret_is_damaged(tmp_path):
     assert refused.value.where == str(tmp_path / "join.json")
 
 
+@pytest.mark.slow
 def test_the_command_ends_with_its_own_code_while_a_thread_connects(tmp_path):
     """TCPStore may return while the interpreter shuts down, which aborts the process: the command exits before that."""
     program = tmp_path / "program.py"
