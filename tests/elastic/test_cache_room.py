@@ -139,6 +139,7 @@ sys.stdin.readline()
 """
 
 
+@pytest.mark.slow
 def test_what_killed_runs_left_goes_and_what_live_runs_hold_stays(unnamed, tmp_path):
     """The folder of a killed run is removed a minute after its last file was created."""
     process = subprocess.Popen([sys.executable, "-c", KILLED, str(tmp_path)], stdin=subprocess.PIPE,

@@ -34,7 +34,8 @@ def test_a_stop_at_the_step_of_a_transition(sentences, tmp_path, in_one_process,
     assert losses(run) == pytest.approx(in_one_process[:len(losses(run))], rel=1e-9) and len(losses(run)) > 6
 
 
-@pytest.mark.parametrize("lost", [pytest.param(0, marks=pytest.mark.slow), 2])
+@pytest.mark.slow
+@pytest.mark.parametrize("lost", [0, 2])
 def test_a_run_that_had_lost_ranks_uses_all_of_them_when_it_is_resumed(sentences, tmp_path, in_one_process, requests,
                                                                       monkeypatch, lost):
     """A run that lost none, and is on a smaller mesh because a user requested it, stays there."""

@@ -121,7 +121,8 @@ def test_what_is_exported_has_an_untied_head(text, tmp_path, capsys, family):
 UPPER = Lora(rank=2, alpha=4.0, targets=("layer2.*", "layer3.*"))
 
 
-@pytest.mark.parametrize("family", ["llama", pytest.param("gpt", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["llama", "gpt"])
 def test_a_base_below_the_adapters_is_frozen_from_the_start(text, tmp_path, monkeypatch, family):
     """The base is cached across epochs, ranks become replicas before the first step, and nothing else changes."""
     train = Train(steps=11, learning_rate=3e-3, warmup_steps=2, eval_sequences=4, sample_tokens=0)

@@ -36,6 +36,7 @@ def test_a_dry_run_tells_and_changes_nothing(sentences, tmp_path):
     assert frozen_after(freezes) == [(4, 2), (8, 4), (12, 5), (20, 6)]
 
 
+@pytest.mark.slow
 def test_a_policy_is_asked_after_each_epoch(sentences, tmp_path, requests):
     run = tiny(sentences, tmp_path / "run", mesh=Mesh(pipe=2), elastic=Elastic(freeze="cap", alpha=0.5),
                batch=IN_TWO)

@@ -74,8 +74,9 @@ def test_a_run_that_packs_itself_is_the_run_that_does_not(sentences, tmp_path, i
     assert [line["step"] for line in evaluated] == [12, 24] and all(line["eval_count"] == 30 for line in evaluated)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("placement", "packs"), [
-    pytest.param("v-shape", False, marks=pytest.mark.slow), ("interleaved", True)])
+    ("v-shape", False), ("interleaved", True)])
 def test_several_stages_on_a_rank(sentences, tmp_path, in_one_process, monkeypatch, placement, packs):
     """Three stages on each of two ranks or, packed, one on each of two replicas. The first stage caches its own frozen
     blocks, and not those of the rank's other stages."""
@@ -143,6 +144,7 @@ def test_the_cache_changes_nothing(sentences, tmp_path, in_one_process, monkeypa
         assert transitions(run)[-1]["cache"] and read_rows(results) > 0
 
 
+@pytest.mark.slow
 def test_half_precision_entries_change_little(sentences, tmp_path, in_one_process):
     elastic = replace(BY_HAND, cache=True, cache_from=1, cache_dir=tmp_path / "cache", auto_pipe=False, auto_dp=False)
     run = tiny(sentences, tmp_path / "run", mesh=Mesh(), elastic=elastic, batch=AT_ONCE)

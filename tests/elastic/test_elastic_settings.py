@@ -49,6 +49,7 @@ def test_the_cache_is_on_from_as_many_frozen_layers_as_are_asked_for(sentences, 
         assert [line["cache"] for line in transitions(run)] == on
 
 
+@pytest.mark.slow
 def test_a_cache_of_other_data_is_not_read(sentences, tmp_path):
     """The weights are the same, as they freeze before the first step; only the samples' inputs differ."""
     frozen = Elastic(freeze="manual", manual=("0:2",))
@@ -93,7 +94,8 @@ def test_a_transition_that_does_not_pay_is_not_made(sentences, tmp_path, monkeyp
     assert not any(line["pays"] for line in lines(run, "events.jsonl") if line["event"] == "judged")
 
 
-@pytest.mark.parametrize(("times", "pays"), [(Times(compute=1.0, read=1e-6, write=1e-6), True),
+@pytest.mark.parametrize(("times", "pays"), [pytest.param(Times(compute=1.0, read=1e-6, write=1e-6), True,
+                                                          marks=pytest.mark.slow),
                                              (Times(compute=1e-6, read=1.0, write=1e-6), False)])
 def test_the_cache_stays_on_where_it_pays(sentences, tmp_path, monkeypatch, times, pays):
     monkeypatch.setattr(AutoCache, "times", lambda self, samples: times)
@@ -261,6 +263,7 @@ class Overflows:
 engines: list = []
 
 
+@pytest.mark.slow
 def test_a_step_without_gradients_puts_the_policy_off(sentences, tmp_path, monkeypatch):
     build = runtime.build_engine
 

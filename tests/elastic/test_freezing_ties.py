@@ -151,7 +151,7 @@ def assert_as_in_plain_pytorch(family, ways, steps=2, groups=None, **options):
 
 @pytest.mark.parametrize(("family", "ways", "options"), [
     pytest.param("gpt", [(Mesh(pipe=4), 0), (Mesh(pipe=4), 1), (Mesh(data=2, pipe=2), 1), (Mesh(data=4), 2)], {},
-                 id="pipe 4 to pipe 2 x data 2 to data 4"),
+                 id="pipe 4 to pipe 2 x data 2 to data 4", marks=pytest.mark.slow),
     pytest.param("llama", [(Mesh(row=2, col=2), 0), (Mesh(pipe=2, col=2), 1), (Mesh(row=2), 2)],
                  {"optim": replace(OPTIM, shard=True)}, id="rows and columns, sharded", marks=pytest.mark.slow),
     pytest.param("gpt", [(Mesh(pipe=2, row=2), 1), (Mesh(col=2), 1), (Mesh(data=2), 2)], {},

@@ -121,7 +121,8 @@ def forty(tmp_path_factory):
 
 
 @pytest.mark.parametrize(("mesh", "wishes", "reads"), [
-    (Mesh(row=2), {}, 16), (Mesh(pipe=2), {2: dict(data=1, pipe=1, col=2)}, 4)], ids=["rows", "columns"])
+    pytest.param(Mesh(row=2), {}, 16, marks=pytest.mark.slow), (Mesh(pipe=2), {2: dict(data=1, pipe=1, col=2)}, 4)],
+    ids=["rows", "columns"])
 def test_the_cache_of_rows_and_columns(forty, tmp_path, mesh, wishes, reads):
     """A row has other samples in each epoch. Of the 40 of the second epoch 32 have been written, and are read if both
     samples of a microbatch are among them; entries of full outputs are not read as parts of columns."""
@@ -134,6 +135,7 @@ def test_the_cache_of_rows_and_columns(forty, tmp_path, mesh, wishes, reads):
     assert losses(run) == pytest.approx(expected, rel=1e-9)
 
 
+@pytest.mark.slow
 def test_a_run_whose_settings_do_not_allow_its_last_mesh_stays_on_its_first(sentences, tmp_path, requests):
     """The settings with which the run resumes split blocks over columns only."""
     run = tiny(sentences, tmp_path / "run", mesh=Mesh(data=2), checkpoint=Checkpoint(every=0),

@@ -300,6 +300,7 @@ def test_all_layers_train_again_when_the_learning_rate_has_dropped():
     assert asked(Plasticity(0.25, window=1, patience=1), changes, rates)[4:8] == [3, 4, 0, 0]
 
 
+@pytest.mark.slow
 def test_a_run_freezes_what_has_settled(sentences, tmp_path):
     """The learning rate is so small that nothing changes: everything but the head freezes, layer by layer, and does so
     too in a run that resumes from a checkpoint on another mesh."""

@@ -64,7 +64,7 @@ def assert_as_one_process(kind, mesh, *, count=2, change=lambda model: model, **
                          batches_of(kind, mesh, count=count), mesh, least=1e-3 if kind == "span" else 0.0, **options)
 
 
-@pytest.mark.parametrize(("rows", "cols", "scheme", "kind"), quick(3, covering(FEW, KINDS)))
+@pytest.mark.parametrize(("rows", "cols", "scheme", "kind"), quick(4, covering(FEW, KINDS)))
 def test_on_tensor_meshes(rows, cols, scheme, kind):
     mesh = Mesh(row=rows, col=cols)
     assert_as_one_process(kind, mesh, scheme=scheme)
