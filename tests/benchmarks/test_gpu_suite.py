@@ -51,8 +51,9 @@ def lines_of(path):
     return [json.loads(line) for line in (path / "results.jsonl").read_text().splitlines()]
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow if name == "parity-all" else ())
-                                  for name in DISTINCT])
+@pytest.mark.parametrize("name", [
+    pytest.param(name, marks=pytest.mark.slow if name in ("parity-all", "ranks-row-col") else ())
+    for name in DISTINCT])
 def test_a_dry_run_of_each_row_ends_well(name, tmp_path, monkeypatch):
     if name == "kill":  # its ranks are processes, which take seconds to start: in the slow test
         monkeypatch.setattr(cases_correctness, "seconds_after_kill", lambda program, device: 3.0)

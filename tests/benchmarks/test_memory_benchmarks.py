@@ -129,6 +129,7 @@ def small() -> tuple:
     return options, gpu.config_of(2, options)
 
 
+@pytest.mark.slow
 def test_gpu_tries_train_on_any_device():
     _, config = small()
     for name in ("none", "stream-half-d3", "host"):

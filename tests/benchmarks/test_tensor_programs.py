@@ -21,6 +21,7 @@ def results(path):
     return found
 
 
+@pytest.mark.slow
 def test_counted(tmp_path, capsys):
     path = tmp_path / "counted.json"
     assert counted.main(["--quick", "--only", "* 2x3", "* 1x4", "--output", str(path)]) == 0

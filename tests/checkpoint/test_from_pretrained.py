@@ -19,7 +19,7 @@ from ranvier.pipeline.engine import Engine
 from ranvier.pipeline.microbatch import Microbatch
 from ranvier.testing.ranks import run_ranks
 from ranvier.train import setup
-from tests.covering import covering
+from tests.covering import covering, quick
 from tests.errors import raises
 from tests.hf_peers import BERT, DINOV2, VIT, peer, saved
 
@@ -76,7 +76,7 @@ def started(run, folder, mesh=None, *, scheme="stationary", dtype=torch.float32,
     return run_ranks(on_rank, (mesh or Mesh()).size, timeout_seconds=120.0)
 
 
-@pytest.mark.parametrize(("kind", "mesh", "scheme"), covering(list(KINDS), MESHES))
+@pytest.mark.parametrize(("kind", "mesh", "scheme"), quick(4, covering(list(KINDS), MESHES)))
 def test_every_rank_has_its_boxes(folder_of, kind, mesh, scheme):
     found = Pretrained(folder_of(kind))
     run = with_sizes(run_of(kind), found)

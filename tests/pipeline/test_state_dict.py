@@ -20,7 +20,7 @@ ADAMW = partial(torch.optim.AdamW, lr=1e-2)
 OWN = Optim(bucket_size=500, chunk_buckets=2)
 SHARDED = Optim(bucket_size=333, shard=True)
 LATER = ("clipped in the backward", "sharded, streamed bf16", "sharded 2x2x2", "sharded rows", "torch 2x2",
-         "torch, masters", "guarded, frozen", "sharded, tied")
+         "torch, masters", "guarded, frozen", "sharded, tied", "torch columns")
 
 
 def engine_of(world, mesh, *, dtype=torch.float64, make=tiny_gpt, **options):
