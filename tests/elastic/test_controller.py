@@ -231,3 +231,12 @@ def test_a_resumed_run_returns_to_its_last_mesh(had, problem, returns):
         decision.change is None or decision.change.apply_to(run).mesh == last)
     assert [note.text for note in decision.notes] == ([] if problem is None else [
         "data 2 x pipe 1, the mesh before the run was interrupted: is too large"])
+
+
+def test_a_step_without_gradients_puts_the_policy_off():
+    run = ResolvedRun(batch=Batch(global_size=FIRST, microbatch_size=2), elastic=Elastic(freeze="cap", alpha=0.5))
+    controller = Controller(run, policy_of(run.elastic), epoch_samples=EPOCH)
+    state = controller.evaluates_policy_after(controller.initial(), 5, EPOCH - FIRST, EPOCH, NONE_FROZEN)
+    assert state.due
+    state = controller.decide(state, SimpleNamespace(frozen=NONE_FROZEN)).state
+    assert controller.evaluates_policy_after(state, 6, EPOCH, EPOCH + FIRST, NONE_FROZEN).due

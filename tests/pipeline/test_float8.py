@@ -107,17 +107,21 @@ def gradients(mesh, widths=WIDTHS, **settings):
     return found
 
 
+COMPILED = {"compile": True, "memory": Memory(recompute=1)}
+
+
 @on_a_cpu
-@pytest.mark.parametrize(("mesh", "settings"), [
-    (Mesh(), {}),
-    (Mesh(pipe=2), {"pipeline": Pipeline(boundaries=(3,))}),
-    (Mesh(data=2, pipe=2), {"pipeline": Pipeline(policy="1f1b")}),
-    (Mesh(), {"memory": Memory(recompute=1)}),
-    pytest.param(Mesh(), {"compile": True}, marks=pytest.mark.slow),
-    pytest.param(Mesh(), {"compile": True, "memory": Memory(recompute=1)}, marks=pytest.mark.slow),
-], ids=["one rank", "pipe", "data and pipe", "recomputed", "compiled", "compiled, recomputed"])
-def test_gradients_are_those_of_rounded_operands(mesh, settings, monkeypatch):
-    monkeypatch.setattr(compiled, "BACKEND", "aot_eager")
+@pytest.mark.parametrize(("mesh", "settings", "backend"), [
+    (Mesh(), {}, None),
+    (Mesh(pipe=2), {"pipeline": Pipeline(boundaries=(3,))}, None),
+    (Mesh(data=2, pipe=2), {"pipeline": Pipeline(policy="1f1b")}, None),
+    (Mesh(), {"memory": Memory(recompute=1)}, None),
+    (Mesh(), COMPILED, "eager"),
+    pytest.param(Mesh(), COMPILED, "aot_eager", marks=pytest.mark.slow),
+    pytest.param(Mesh(), {"compile": True}, "aot_eager", marks=pytest.mark.slow),
+], ids=["one rank", "pipe", "data and pipe", "recomputed", "traced, recomputed", "compiled, recomputed", "compiled"])
+def test_gradients_are_those_of_rounded_operands(mesh, settings, backend, monkeypatch):
+    monkeypatch.setattr(compiled, "BACKEND", backend)
     widths = FEW if "compile" in settings else WIDTHS  # each graph takes a second
     found, wanted = gradients(mesh, widths, **settings), expected(mesh.data, widths)
     assert len(found) == len(wanted) == 4 * len(widths)
