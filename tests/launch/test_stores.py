@@ -15,6 +15,7 @@ import pytest
 from torch.distributed import HashStore
 
 import ranvier
+from ranvier.cli import main
 from ranvier.comm.signed_store import SignedStore
 from ranvier.errors import ConfigError, LaunchError, RanvierError
 from ranvier.launch import contact, devices, stores
@@ -107,6 +108,24 @@ def test_a_contact_without_a_secret_is_damaged(tmp_path):
     with pytest.raises(RanvierError) as refused:
         read_contact(tmp_path)
     assert refused.value.where == str(tmp_path / "join.json")
+
+
+def test_the_command_exits_at_once_while_a_thread_connects(silent, monkeypatch):
+    """In the interpreter's own shutdown that thread's return from C++ would abort the process."""
+    def exits(code):
+        raise SystemExit(f"at once with {code}")
+
+    ended = threading.Event()
+    monkeypatch.setattr(stores, "TCPStore", lambda *args, **fields: ended.wait(60))
+    with pytest.raises(TimeoutError):
+        connect_store("127.0.0.1", silent, timedelta(seconds=0.1))
+    for owner, name, does in ((main, "run_command", lambda args: 2), (main, "outlive_readers", lambda: None),
+                              (main.gc, "set_threshold", lambda *numbers: None), (os, "_exit", exits),
+                              (main.atexit, "register", lambda function: None)):
+        monkeypatch.setattr(owner, name, does)
+    with pytest.raises(SystemExit, match="at once with 2"):
+        main.main()
+    ended.set()
 
 
 @pytest.mark.slow

@@ -6,12 +6,15 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 from functools import partial
 
 import pytest
 import torch
 from torch import nn
+from torch.distributed import HashStore
 
+from ranvier.comm import board as boards_of_ranks
 from ranvier.comm.board import EXIT_THREAD, Board, call_with_timeout, find_silent_ranks, read_actions
 from ranvier.comm.message import MessageKind
 from ranvier.config.run import Pipeline
@@ -259,8 +262,6 @@ def test_other_numbers_of_microbatches_on_two_stages(quick_board, first, second,
 
 def test_names_of_ranks_on_the_board():
     """Only the axes that the mesh uses are named."""
-    from torch.distributed import HashStore
-
     for mesh, rank, expected in [(Mesh(), 0, "rank 0"), (Mesh(pipe=2), 1, "pipe 1"), (Mesh(data=2), 1, "data 1"),
                                  (Mesh(data=2, pipe=2, col=2), 7, "data 1, pipe 1, col 1")]:
         board = Board(HashStore(), 0, mesh)
@@ -270,8 +271,6 @@ def test_names_of_ranks_on_the_board():
 
 def test_ranks_that_say_nothing_any_more_are_told_from_busy_ones():
     """And from a rank that has not reported yet, since it may still be starting."""
-    from torch.distributed import HashStore
-
     store = HashStore()
     boards = [Board(store, rank, Mesh(pipe=4), 0.05) for rank in range(3)]
     while len(read_actions(store, range(4))) < 3:
@@ -296,6 +295,15 @@ def test_calls_with_a_timeout_while_the_interpreter_shuts_down(monkeypatch):
     assert call_with_timeout(lambda: 1 // 0) is None
     assert call_with_timeout(lambda: time.sleep(0.5), 0.01) is None
     assert call_with_timeout(lambda: 4) == 4, "the call that took too long has ended"
+
+
+def test_boards_that_nobody_closed_are_closed_before_the_interpreter_ends(monkeypatch):
+    at_exit = []
+    monkeypatch.setattr(boards_of_ranks, "_OPEN", weakref.WeakSet())
+    monkeypatch.setattr(boards_of_ranks.atexit, "register", at_exit.append)
+    one = Board(HashStore(), 0, Mesh(), 0.001)
+    at_exit[-1]()
+    assert not one._thread.is_alive()
 
 
 @pytest.mark.slow

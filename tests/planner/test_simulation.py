@@ -144,7 +144,6 @@ def test_many_random_replicas_by_a_few(stage_size):
     assert max(map(abs, errors)) < 0.12 and abs(mean(errors)) < 0.05
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("policy", quick(1, POLICIES), ids=lambda policy: policy.name)
 @pytest.mark.parametrize("slow", quick(1, [{}, {(1, 2): 1.5}]), ids=["alike", "one slow"])
 def test_long_batches_by_their_first_part(policy, slow, monkeypatch):
