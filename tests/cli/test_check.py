@@ -241,22 +241,22 @@ def test_what_all_ranks_would_need_here():
     assert report.machine.needed_bytes == sum(entry.host_bytes for entry in report.memory) + 2 * PROCESS_BYTES
 
 
-def test_exposed_bytes_of_the_tensor_mesh_on_cuda(monkeypatch):
+@pytest.mark.parametrize(("scheme", "recompute"), [
+    pytest.param("stationary", "1", marks=pytest.mark.slow), ("megatron", "none")])
+def test_exposed_bytes_of_the_tensor_mesh_on_cuda(monkeypatch, scheme, recompute):
     """As many bytes as counted by running layers, except for the small sums of norms."""
     monkeypatch.setattr(exposed, "LAYERS", 2)
-    for scheme, sharding, recompute in (("stationary", "false", "1"), ("megatron", "false", "none")):
-        flags = {"mesh__col": "8", "model__hidden": "1024", "model__heads": "8", "model__sequence": "4096",
-                 "model__family": "gpt", "batch__microbatch_size": "4", "tensor__scheme": scheme, "precision": "bf16",
-                 "tensor__sequence_sharding": sharding, "memory__recompute": recompute}
-        on_cpu, on_cuda = (check.check(run_with(**flags, launch__device=device)).tensor_mesh
-                           for device in ("cpu", "cuda"))
-        assert on_cpu.exposed_bytes is None and "while no product" not in str(on_cpu)
-        assert f"of which {on_cuda.exposed_bytes / 2**20:,.2f} MiB while no product is computed" in str(on_cuda)
-        name = "megatron-sequence" if sharding == "true" else scheme
-        found = exposed.transfers(exposed.Case(scheme=name, row=1, col=8, sequences=4, sequence=4096, hidden=1024,
-                                               recomputed=recompute == "1"))
-        hidden, total = exposed.hidden_bytes([one for one in found if one.num_bytes > 1 << 20])
-        assert (total - hidden) / exposed.LAYERS == pytest.approx(on_cuda.exposed_bytes, rel=0.02)
+    flags = {"mesh__col": "8", "model__hidden": "1024", "model__heads": "8", "model__sequence": "4096",
+             "model__family": "gpt", "batch__microbatch_size": "4", "tensor__scheme": scheme, "precision": "bf16",
+             "tensor__sequence_sharding": "false", "memory__recompute": recompute}
+    on_cpu, on_cuda = (check.check(run_with(**flags, launch__device=device)).tensor_mesh
+                       for device in ("cpu", "cuda"))
+    assert on_cpu.exposed_bytes is None and "while no product" not in str(on_cpu)
+    assert f"of which {on_cuda.exposed_bytes / 2**20:,.2f} MiB while no product is computed" in str(on_cuda)
+    found = exposed.transfers(exposed.Case(scheme=scheme, row=1, col=8, sequences=4, sequence=4096, hidden=1024,
+                                           recomputed=recompute == "1"))
+    hidden, total = exposed.hidden_bytes([one for one in found if one.num_bytes > 1 << 20])
+    assert (total - hidden) / exposed.LAYERS == pytest.approx(on_cuda.exposed_bytes, rel=0.02)
 
 
 def test_a_machine_that_is_too_small_is_a_warning(monkeypatch):

@@ -11,7 +11,7 @@ from ranvier.errors import TransportError
 from ranvier.system.memory_tracker import MemoryTracker
 from ranvier.testing.ranks import run_ranks
 from tests.comm import conformance
-from tests.covering import covering
+from tests.covering import covering, without
 from tests.errors import raises
 
 CASES = (*conformance.MESSAGES, *conformance.COLLECTIVES)
@@ -22,7 +22,9 @@ def test_conformance(case, size):
     run_ranks(lambda world: conformance.run_cases(world, [case]), size)
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if case != "collectives_agree_with_plain_sums"])
+@pytest.mark.parametrize("case", without(
+    ["shards_of_all_sizes_under_way_at_once", "work_may_be_forgotten"],
+    [case for case in CASES if case != "collectives_agree_with_plain_sums"]))
 def test_conformance_throttled(case):
     link = Link(latency_seconds=1e-3, bytes_per_second=1e9, jitter_seconds=1e-3, seed=3)
     run_ranks(slowed(lambda world: conformance.run_cases(world, [case]), link), 3)

@@ -221,16 +221,18 @@ def test_frozen_layers_that_the_model_does_not_have():
 def test_a_resumed_run_returns_to_its_last_mesh(had, problem, returns):
     """Else it stays on the mesh with which it was started."""
     run = ResolvedRun(mesh=Mesh(pipe=4), batch=Batch(global_size=FIRST, microbatch_size=2))
-    controller, last = Controller(run, Manual(()), epoch_samples=EPOCH), Mesh(data=2)
+    policy, last = Answers([0]), Mesh(data=2)
+    controller = Controller(run, policy, epoch_samples=EPOCH)
     saved = {"frozen": 0, **{str(axis): size for axis, size in last.sizes.items()}, "boundaries": None,
              **{f"first_{axis}": size for axis, size in run.mesh.sizes.items()}, "first_size": FIRST,
-             "global_size": FIRST, "num_ranks": had, **controller.initial().document()}
+             "global_size": FIRST, "num_ranks": had, **replace(controller.initial(), policy={"given": 3}).document()}
     decision = controller.restore(saved, num_ranks=4, num_layers=LAYERS, step_samples=FIRST, boundaries=None,
                                   problem=lambda run, frozen: problem)
     assert (decision.change is not None) == returns and (
         decision.change is None or decision.change.apply_to(run).mesh == last)
     assert [note.text for note in decision.notes] == ([] if problem is None else [
         "data 2 x pipe 1, the mesh before the run was interrupted: is too large"])
+    assert policy.given == 3
 
 
 def test_a_step_without_gradients_puts_the_policy_off():

@@ -153,6 +153,7 @@ def test_a_base_below_the_adapters_is_frozen_from_the_start(text, tmp_path, monk
     assert losses(again) == pytest.approx(losses(plain)[10:], rel=1e-9)
 
 
+@pytest.mark.slow
 def test_other_policies_begin_with_the_layers_in_which_nothing_trains(text, tmp_path):
     run = run_of(text, tmp_path / "run", mesh=Mesh(pipe=2), lora=UPPER,
                  elastic=Elastic(freeze="manual", manual=("0:1", "3:2", "5:3")),

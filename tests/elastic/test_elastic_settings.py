@@ -191,6 +191,7 @@ class EverySecond:
         self.rests = state["rests"]
 
 
+@pytest.mark.slow
 def test_what_a_policy_of_ones_own_remembers_comes_back_with_a_checkpoint(sentences, tmp_path):
     """The policy is asked after steps 4, 8, 12 ..., and freezes a layer after 4 and 12; the run resumes from step 6."""
     whole = tiny(sentences, tmp_path / "whole", mesh=Mesh(), elastic=Elastic(every=4),

@@ -10,7 +10,7 @@ def whole(tmp_path_factory):
     return Whole(tmp_path_factory.mktemp("checkpoints"))
 
 
-@pytest.mark.parametrize("rounds", [4, pytest.param(12, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("rounds", [2, pytest.param(14, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("fuzzer", FUZZERS, ids=lambda fuzzer: fuzzer.__name__)
 def test_bad_checkpoints(whole, fuzzer, rounds):
     count = rounds * FUZZERS[fuzzer]

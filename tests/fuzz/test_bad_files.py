@@ -22,7 +22,7 @@ def imported():
 
 @pytest.mark.parametrize("reader", [pytest.param(reader, marks=pytest.mark.slow if reader.is_slow else ())
                                     for reader in READERS], ids=lambda reader: reader.name)
-@pytest.mark.parametrize("rounds", [4, pytest.param(10, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("rounds", [2, pytest.param(12, marks=pytest.mark.slow)])
 def test_bad_files(tmp_path, reader, rounds):
     assert fuzz(reader, tmp_path, rounds * reader.share) >= rounds * reader.share
 

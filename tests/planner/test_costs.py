@@ -354,6 +354,7 @@ def test_layers_that_are_frozen_from_the_start():
     assert [(period.first_step, period.steps, period.frozen) for period in periods] == [(0, 60, 2), (60, 40, 4)]
 
 
+@pytest.mark.slow
 def test_what_packs_takes_the_quickest_mesh_and_pays_for_the_way(monkeypatch):
     monkeypatch.setattr(transition, "PRIOR_SECONDS", 0.25)
     monkeypatch.setattr(transition, "PRIOR_BYTES_PER_SECOND", 1e12)

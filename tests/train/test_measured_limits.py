@@ -238,7 +238,6 @@ def test_a_run_that_freezes_chooses_at_once_by_what_its_blocks_have_taken(run, t
     assert (kept["in_flight"], kept["deferred"]) == (4, [2, 3])
 
 
-@pytest.mark.slow
 def test_ranks_that_come_back_know_the_times(run, tmp_path, monkeypatch):
     asked, wishes = given(monkeypatch, Limits(in_flight=3, deferred=(0, 1))), [(1, 1), (1, 2)]
 
