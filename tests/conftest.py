@@ -79,12 +79,11 @@ def short_measurements(request, product_rate):
 
 LONGEST = ("test_closed_memory.py", "test_lost_ranks.py", "test_compiled_blocks.py", "test_launcher_dies.py",
            "test_elastic_decoders.py", "test_transition.py", "test_torch.py", "test_stopped_ranks.py",
-           "test_unfreezing.py", "test_fused_chains.py", "test_quantized_runs.py", "test_golden_runs.py",
-           "test_readme.py", "test_lease.py", "test_resized_rows.py", "test_gpu_suite.py", "test_elastic_run.py",
-           "test_mpi.py", "test_search.py", "test_command.py", "test_faults.py", "test_tensor_gradients.py",
-           "test_writing.py", "test_run_function.py", "test_any_mesh.py", "test_any_transformers.py",
-           "test_from_transformers.py", "test_float8.py", "test_lora_gradients.py", "test_stop_signals.py",
-           "test_start_trial.py", "test_resume.py", "test_how_to.py", "test_elastic_corners.py", "test_real_starts.py",
+           "test_unfreezing.py", "test_fused_chains.py", "test_golden_runs.py", "test_readme.py", "test_lease.py",
+           "test_resized_rows.py", "test_gpu_suite.py", "test_elastic_run.py", "test_mpi.py", "test_search.py",
+           "test_command.py", "test_faults.py", "test_tensor_gradients.py", "test_writing.py", "test_run_function.py",
+           "test_any_mesh.py", "test_any_transformers.py", "test_from_transformers.py", "test_lora_gradients.py",
+           "test_stop_signals.py", "test_start_trial.py", "test_resume.py", "test_how_to.py", "test_real_starts.py",
            "test_elastic_settings.py", "test_costs.py")
 """A file runs in one process, so the files that take longest begin first, and no process ends long after the others.
 The first one watches each operation, which takes four times as long once torch's compiler is imported. The other files

@@ -119,7 +119,6 @@ def test_the_articles_rule_weighs_no_costs_but_must_fit():
 
 # ---------------------------------------------------------------------- complete runs
 
-@pytest.mark.slow
 def test_a_mesh_is_taken_at_a_later_evaluation_at_which_it_pays(sentences, tmp_path, monkeypatch):
     always(monkeypatch)
     forced, found, asked, among = Ledger.decide, controller.mesh_candidates, [], []
