@@ -152,7 +152,6 @@ def test_entries_belong_to_one_start_of_a_run(tmp_path):
         assert {path.parent for path in files(tmp_path)} == {first.folder.path, other.folder.path}
 
 
-@pytest.mark.slow
 def test_a_run_leaves_no_entries(tmp_path, sentences):
     folder = tmp_path / "outputs"
     folder.mkdir()

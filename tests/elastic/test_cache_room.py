@@ -128,6 +128,18 @@ def test_entries_of_other_weights_go_at_once(tmp_path):
         assert other.right(0) == HIT
 
 
+def test_folders_that_no_run_holds_go_a_minute_after_their_last_file(unnamed):
+    left, new = (RunFolder(None, token).path for token in ("left", "new"))
+    left.mkdir()
+    new.mkdir()
+    with Cached(None, token="held") as held:
+        held.right(0)
+        for old in (left, held.folder.path):
+            os.utime(old, (time.time() - 4000,) * 2)
+        RunFolder(None, "another").acquire()
+        assert [path.exists() for path in (left, new, held.folder.path)] == [False, True, True]
+
+
 KILLED = """
 import os, signal, sys, tempfile
 tempfile.tempdir = sys.argv[1]

@@ -121,8 +121,7 @@ def forty(tmp_path_factory):
 
 
 @pytest.mark.parametrize(("mesh", "wishes", "reads"), [
-    pytest.param(Mesh(row=2), {}, 16, marks=pytest.mark.slow), (Mesh(pipe=2), {2: dict(data=1, pipe=1, col=2)}, 4)],
-    ids=["rows", "columns"])
+    (Mesh(row=2), {}, 16), (Mesh(pipe=2), {2: dict(data=1, pipe=1, col=2)}, 4)], ids=["rows", "columns"])
 def test_the_cache_of_rows_and_columns(forty, tmp_path, mesh, wishes, reads):
     """A row has other samples in each epoch. Of the 40 of the second epoch 32 have been written, and are read if both
     samples of a microbatch are among them; entries of full outputs are not read as parts of columns."""
