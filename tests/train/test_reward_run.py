@@ -109,6 +109,13 @@ def assert_scores(summary, rewards):
     assert abs(summary["eval_reward_margin"] - margins.mean()) < 1e-5
 
 
+def evaluated(capsys, *words):
+    capsys.readouterr()
+    assert run_command(["evaluate", *words, "--json"]) == 0
+    found, = json.loads(capsys.readouterr().out)["results"].values()
+    return {"eval_count": found["pairs"]} | {f"eval_{name}": found[name] for name in found}
+
+
 @pytest.mark.slow
 def test_a_reward_model_from_a_language_model_to_transformers_and_back(folder, base, tmp_path, capsys):
     run = resolve_pretrained(reward_run(folder, tmp_path / "run", mesh=Mesh(pipe=2), model=Transformer(
@@ -121,10 +128,7 @@ def test_a_reward_model_from_a_language_model_to_transformers_and_back(folder, b
     rewards = rewards_of(out)
     assert_scores(summary, rewards)
     for words in ([str(run.run_dir)], [str(out), "--data", str(folder / "pairs.jsonl")]):
-        capsys.readouterr()
-        assert run_command(["evaluate", *words, "--json"]) == 0
-        found, = json.loads(capsys.readouterr().out)["results"].values()
-        assert_scores({"eval_count": found["pairs"]} | {f"eval_{name}": found[name] for name in found}, rewards)
+        assert_scores(evaluated(capsys, *words), rewards)
 
     again = resolve_pretrained(reward_run(folder, tmp_path / "again", mesh=Mesh(col=2), model=Transformer(
         pretrained=str(out), sequence=96), train=Train(steps=1, learning_rate=1e-30, sample_tokens=0)))
@@ -138,7 +142,8 @@ def test_a_reward_model_from_a_language_model_to_transformers_and_back(folder, b
     assert run_command(["generate", str(out)]) == 2, "it is not a language model"
 
 
-def test_adapters_of_a_reward_model_are_those_of_peft(folder, base, tmp_path):
+def test_adapters_of_a_reward_model_are_those_of_peft(folder, base, tmp_path, capsys):
+    """The exported model, too, is a reward model to each command."""
     peft = pytest.importorskip("peft")
     run = resolve_pretrained(reward_run(folder, tmp_path / "run", lora=Lora(rank=2, alpha=64.0), model=Transformer(
         pretrained=str(base), sequence=96)))
@@ -153,6 +158,10 @@ def test_adapters_of_a_reward_model_are_those_of_peft(folder, base, tmp_path):
     tokenizer = transformers.AutoTokenizer.from_pretrained(base)
     one = tokenizer.apply_chat_template(conversations()[5], return_tensors="pt", return_dict=True)
     assert abs(model(**one).logits.item() - rewards[2, 1]) < 1e-5
+    assert_scores(evaluated(capsys, str(out), "--data", str(folder / "pairs.jsonl")), rewards)
+    assert run_command(["import", str(out), str(tmp_path / "imported")]) == 0
+    assert 'task = "reward"' in (tmp_path / "imported/run.toml").read_text()
+    assert run_command(["generate", str(out)]) == 2, "it is not a language model"
 
 
 def test_models_without_a_classifier_in_transformers_are_refused(folder, tmp_path):
