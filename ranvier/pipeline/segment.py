@@ -183,6 +183,7 @@ class Segment:
         moved: list[_Moved] = []
         unmoved: list[tuple[nn.Parameter, int]] = []
         ran = False
+        failed: list[BaseException] = []
 
         def once_or_again(state: State) -> State:
             nonlocal ran
@@ -220,9 +221,22 @@ class Segment:
             self._check(tensors, versions, "by these blocks, which recomputation runs again")
             return result
 
+        def returning(state: State) -> State:
+            """Torch 2.11 would leave the hooks of a first run that raises on the thread, for all later forwards."""
+            again = ran
+            try:
+                return once_or_again(state)
+            except BaseException as error:
+                if again:
+                    raise
+                failed.append(error)
+                return state
+
         try:
-            return cast(State, checkpoint(once_or_again, state, use_reentrant=False,
-                                           early_stop=self._stops_early))
+            result = checkpoint(returning, state, use_reentrant=False, early_stop=self._stops_early)
+            if failed:
+                raise failed.pop()  # not held by this frame, which its traceback holds
+            return cast(State, result)
         except RuntimeError as error:
             if "support saved tensor hooks" not in str(error):
                 raise

@@ -657,3 +657,15 @@ class WithinItself(nn.Module):
 def test_tensors_of_a_block_may_change_in_place(recompute):
     assert_parity(partial(model, linear, WithinItself, WithinItself, linear), points([[2, 1]]), Mesh(pipe=2),
                   memory=Memory(recompute=recompute))
+
+
+def test_an_error_leaves_no_hooks_of_saved_tensors():
+    """torch 2.11 would leave those of its checkpoint on the thread while the error is held, and remove others' then."""
+    def fails(state):
+        raise ValueError("of a block")
+
+    with pytest.raises(ValueError, match="of a block") as held:
+        Segment([("b0", linear())]).run(fails, torch.ones(1))
+    x = torch.tensor(3.0, requires_grad=True)
+    x.square().backward()
+    assert x.grad == 6 and held.value.__context__ is None
