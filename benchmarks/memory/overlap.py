@@ -83,9 +83,9 @@ class _RecordedGroup:
         started = time.monotonic_ns()
         return _RecordedWork(self._inner.reduce_scatter(output, tensor, buffer, dim), "reduce", started, self._spans)
 
-    def all_gather(self, output: Tensor, tensor: Tensor, dim: int = 0) -> Work:
+    def all_gather(self, output: Tensor, tensor: Tensor, dim: int = 0, buffer: Tensor | None = None) -> Work:
         started = time.monotonic_ns()
-        return _RecordedWork(self._inner.all_gather(output, tensor, dim), "gather", started, self._spans)
+        return _RecordedWork(self._inner.all_gather(output, tensor, dim, buffer), "gather", started, self._spans)
 
 
 class _RecordedWork:

@@ -258,7 +258,7 @@ class CheckedGroup:
         algorithm = sums.choose_algorithm(self.library(device_type), operation, dtype, size, members)
         return sums.buffer_bytes(algorithm, operation, numel, dtype.itemsize, members)
 
-    def all_gather(self, output: Tensor, tensor: Tensor, dim: int = 0) -> Work:
+    def all_gather(self, output: Tensor, tensor: Tensor, dim: int = 0, buffer: Tensor | None = None) -> Work:
         """See `protocol.Group`."""
         self._check("all_gather", output, tensor)
         self._check_sizes("all_gather", output, tensor)
@@ -272,7 +272,7 @@ class CheckedGroup:
         places = output.detach().view(runs, members, -1).movedim(1, 0)
         if self._exchanges_pieces(tensor, runs):
             return self._exchange_pieces(places, tensor.detach().view(1, runs, -1).expand(members, -1, -1), own=True)
-        parts = tensor.new_empty(members, runs, tensor.numel() // runs)
+        parts = (tensor.new_empty(output.numel()) if buffer is None else buffer).view(members, runs, -1)
         return ChainedWork(self._all_gather(_bytes(parts), _bytes(tensor)), lambda: places.copy_(parts))
 
     def broadcast(self, tensor: Tensor, root: int = 0) -> Work:

@@ -119,8 +119,11 @@ class Group(Protocol):
         dim: along which `tensor` is divided.
         """
 
-    def all_gather(self, output: Tensor, tensor: Tensor, dim: int = 0) -> Work:
-        """Write the concatenation along `dim` of all members' `tensor` [.., n, ..] to `output` [.., size * n, ..]."""
+    def all_gather(self, output: Tensor, tensor: Tensor, dim: int = 0, buffer: Tensor | None = None) -> Work:
+        """Write the concatenation along `dim` of all members' `tensor` [.., n, ..] to `output` [.., size * n, ..].
+
+        buffer: work memory of `output`'s size and dtype, if `dim` is not the first; None allocates it.
+        """
 
     def broadcast(self, tensor: Tensor, root: int = 0) -> Work:
         """Overwrite `tensor` with that of member `root` (an index within the group)."""

@@ -109,7 +109,7 @@ class HiddenSplit:
         if self.num_parts == 1:
             return part, CompletedWork()
         whole = buffer("gathered", (len(part), self.num_parts * part.shape[1]))
-        return whole, self._group.all_gather(whole, part, 1)
+        return whole, self._group.all_gather(whole, part, 1, buffer("gathered parts", (whole.numel(),)))
 
     def partial(self, out: Tensor, panel: Panel, dtype: torch.dtype, buffer: Buffer) -> Tensor:
         """[c, m, H/c]."""

@@ -344,9 +344,10 @@ def _check_along_a_dim(group, brought: list[Tensor], summed: Tensor, size: int) 
     """Gathers and divides along the second of three dims, so that pieces are not contiguous in the full tensor."""
     members = len(group.ranks)
     mine = brought[group.index].view(size, members, 2).movedim(0, 2).contiguous()  # [members, 2, size]
-    whole = mine.new_empty(members, members * 2, size)
-    group.all_gather(whole, mine, 1).wait()
-    same(whole, torch.cat([one.view(size, members, 2).movedim(0, 2) for one in brought], 1))
+    for buffer in (None, mine.new_empty(members * mine.numel())):
+        whole = mine.new_empty(members, members * 2, size)
+        group.all_gather(whole, mine, 1, buffer).wait()
+        same(whole, torch.cat([one.view(size, members, 2).movedim(0, 2) for one in brought], 1))
     total = summed.view(size, members, 2).permute(2, 1, 0)  # [2, members, size]
     for buffer in (None, torch.empty_like(mine)):
         own = mine.new_empty(2, 1, size)

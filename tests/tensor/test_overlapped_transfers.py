@@ -286,7 +286,7 @@ class Late:
     def __getattr__(self, name):
         return getattr(self._group, name)
 
-    def all_gather(self, output, tensor, dim=0):
+    def all_gather(self, output, tensor, dim=0, buffer=None):
         return self._late(output, lambda into: self._group.all_gather(into, tensor, dim), torch.empty_like)
 
     def reduce_scatter(self, output, tensor, buffer=None, dim=0):

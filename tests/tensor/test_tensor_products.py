@@ -10,6 +10,7 @@ from ranvier.tensor.overlapped_transfers import Arriving
 from ranvier.tensor.split import summa
 from ranvier.tensor.split.stationary import InputStationary, OutputStationary
 from ranvier.tensor.split.summa import SummaProduct, SummaVocabulary
+from ranvier.testing.memory import MemoryTracker
 from ranvier.testing.reference import relative_error
 from tests.covering import covering, pairwise, quick
 from tests.tensor.split_parity import SCHEMES, SHAPES, inner_part, legal, on_tensor_mesh, own, random, stream_part
@@ -164,7 +165,7 @@ def test_panels_send_what_one_piece_sends(rows, cols, scheme, kind):
 
 @pytest.mark.parametrize(("rows", "cols", "scheme", "kind"), quick(10, (one for one in KINDS if one[0] * one[1] == 4)))
 def test_a_workspace_is_allocated_once(rows, cols, scheme, kind):
-    """Its memory is the same in every step, and results are not in it."""
+    """Its memory is the same in every step, and results are not in it. What is gathered needs no other memory."""
     def work(mesh):
         product, x, weight, bias, dy, *_ = split(mesh, scheme, kind, *operands(rows, kind))
         seen, results = [], []
@@ -176,6 +177,13 @@ def test_a_workspace_is_allocated_once(rows, cols, scheme, kind):
             seen.append((sum(mesh.workspace.sizes().values()), {key: buffer.data_ptr() for key, buffer
                                                     in mesh.workspace._buffers.items()}))
             results += [y, dx]
+        arriving, tracker = column_weight(mesh, product, weight), MemoryTracker()
+        arriving.wait()
+        tracker.tag(mesh.workspace.buffers(), "workspace")
+        with tracker:
+            y = product.forward(x, arriving, bias, None)
+        if kind == "output" and mesh.activations.name != "sequence":  # whose panels are copied, and sent by pieces
+            assert tracker.at_peak().get("activations") == y.nbytes
         ours = {buffer.untyped_storage().data_ptr() for buffer in mesh.workspace._buffers.values()}
         assert ours.isdisjoint(tensor.untyped_storage().data_ptr() for tensor in results)
         return seen
