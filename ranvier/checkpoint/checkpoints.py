@@ -296,6 +296,8 @@ class Checkpoints:
         self._closing.set()
         self._closed = True
         self._warn_of_failures()
+        if ended:
+            self._room.clear()
         if ended and self._own_lease and self._lease is not None:
             self._lease.release()
         return ended

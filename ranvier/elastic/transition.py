@@ -1,13 +1,13 @@
 """Transfer of state directly between ranks, from an engine on one layout to an engine on another.
 
-    held = take(engine)              a copy in host memory; the old engine may be closed then
+    held = take(engine)              its state in host memory; the old engine may be closed then
     ...                              the new engine is built, on other ranks perhaps
     moved = hand_over(held, new_engine, backend)
 
 All ranks take part, including those of neither layout. Each announces the state that it has and the state that it
 needs, as boxes of full tensors; from these all ranks compute the same list of moves, and execute it in rounds of
-bounded size. Until all ranks have acknowledged, the copies are the complete old layout; a rank that fails before that
-ends the run, which resumes from its last checkpoint.
+bounded size. Until all ranks have acknowledged, what they hold is the complete old layout; a rank that fails before
+that ends the run, which resumes from its last checkpoint.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ ROUND_BYTES = 64 << 20
 
 @dataclass(frozen=True, kw_only=True)
 class Held:
-    """State of one rank before a transition: copies in host memory, and the numbers that all ranks share."""
+    """State of one rank before a transition: tensors in host memory, and the numbers that all ranks share."""
 
     pieces: list[Piece]
     numbers: dict[str, Any]
@@ -54,10 +54,11 @@ class Held:
     optimizer_groups: list[OptimizerGroup]
 
 
-def take(engine: Engine, host_buffers: Held | None = None) -> Held:
+def take(engine: Engine, host_buffers: Held | None = None, *, ends: bool = False) -> Held:
     """Copy the state of this rank to host memory. CheckpointError for state that cannot be sent.
 
-    host_buffers: an earlier copy that is no longer needed, whose memory is reused where shapes and dtypes match.
+    host_buffers: an earlier copy that is no longer needed, whose memory is reused where shapes and dtypes match. ends:
+    the engine is closed next, so state that is in host memory is not copied.
     """
     pieces, buffers = [], [] if host_buffers is None else [piece.tensor for piece in host_buffers.pieces]
     for number, piece in enumerate(state.pieces_held(engine)):
@@ -66,7 +67,9 @@ def take(engine: Engine, host_buffers: Held | None = None) -> Held:
                                   where=f"{piece.kind} {piece.name}", value=state.dtype_name(piece.tensor),
                                   remedy=f"Keep it in one of these: {', '.join(ITEM_BYTES)}.")
         source, copy = piece.tensor.detach(), buffers[number] if number < len(buffers) else None
-        if copy is not None and type(source) is Tensor and (copy.shape, copy.dtype) == (source.shape, source.dtype):
+        if ends and not source.is_cuda:
+            copy = source
+        elif copy is not None and type(source) is Tensor and (copy.shape, copy.dtype) == (source.shape, source.dtype):
             copy.copy_(source)
         else:
             copy = source.to("cpu", copy=True).contiguous()

@@ -165,7 +165,7 @@ class Session:
         if isinstance(old, Active):
             self.past.append((self.run, old.runtime.frozen))
             old.saving.checkpoints.close()
-            held = take(old.engine)
+            held = take(old.engine, ends=True)
             old.runtime.close()
         self.place = Idle(saving=old.saving)
 
@@ -176,6 +176,7 @@ class Session:
         runtime = build_runtime(self.run, world, facts.data, frozen=change.frozen, fresh=False)
         moved = hand_over(held, None if runtime is None else runtime.engine, world.backend,
                           timeout_seconds=self.run.comm.timeout_seconds)
+        del held  # steps need the memory
         if runtime is None:
             self.elastic.caching.leave()
             return

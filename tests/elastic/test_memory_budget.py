@@ -21,6 +21,7 @@ from ranvier.plan.limits import first_that_fits, schedules
 from ranvier.planner.count import device_bytes_of_stages, laid_out
 from ranvier.train import elasticity, memory, session, start
 from ranvier.train.memory import MemoryBudget, device_bytes
+from ranvier.train.metrics import Meter
 from ranvier.train.runtime import build_runtime
 from tests.elastic.runs import BY_HAND, Wishes, always, lines, losses, run_all, tiny, transitions
 
@@ -40,28 +41,36 @@ def test_a_device_has_what_is_free_and_what_this_process_holds(monkeypatch):
     assert device_bytes(torch.device("cpu")) is None
 
 
-def test_states_and_gradients_are_gone_before_there_is_another_engine(sentences, tmp_path, monkeypatch):
-    """A transition holds them once, even if something still refers to the previous engine."""
+def test_a_transition_holds_states_once(sentences, tmp_path, monkeypatch):
+    """States in host memory are not copied, gradients are gone before there is another engine, and states when the
+    other engine has them, even if something still refers to the previous engine."""
     always(monkeypatch)
-    of_rank, alive = {}, []
+    gradients, states, alive = {}, {}, []
 
-    def taken(engine):
-        flat = engine.flat_optimizer
-        tensors = [engine._updater.gradients.flat, *(state for _, states in flat.placement.homes()
-                                                     for state in states.values())]
-        of_rank[engine.world.rank] = [weakref.ref(tensor.untyped_storage()) for tensor in tensors]
-        return take(engine)
+    def taken(engine, **options):
+        flat, rank = engine.flat_optimizer, engine.world.rank
+        storages = [state.untyped_storage() for _, found in flat.placement.homes() for state in found.values()]
+        gradients[rank] = weakref.ref(engine._updater.gradients.flat.untyped_storage())
+        states[rank] = [weakref.ref(storage) for storage in storages]
+        held = take(engine, **options)
+        assert {storage.data_ptr() for storage in storages} <= {
+            piece.tensor.untyped_storage().data_ptr() for piece in held.pieces}
+        return held
 
     def built(run, whole, data, **options):
-        alive.append([storage() is not None for storage in of_rank.pop(whole.rank, ())])
+        alive.append(gradients.pop(whole.rank)() is not None)
         return build_runtime(run, whole, data, **options)
 
-    monkeypatch.setattr(session, "take", taken)
-    monkeypatch.setattr(session, "build_runtime", built)
+    def metered(timeline, ranks, *args):
+        alive.extend(storage() is not None for storage in states.pop(ranks.index))
+        return Meter(timeline, ranks, *args)
+
+    for name, replaced in (("take", taken), ("build_runtime", built), ("Meter", metered)):
+        monkeypatch.setattr(session, name, replaced)
     run = tiny(sentences, tmp_path / "run", mesh=Mesh(pipe=2), train=Train(steps=2), elastic=Elastic(
         freeze="manual", manual=("1:2",), auto_pipe=True, auto_dp=True))
     run_all(run)
-    assert len(transitions(run)) == 1 and alive == [[False] * 3] * 2
+    assert len(transitions(run)) == 1 and alive == [False] * 6 and not gradients and not states
 
 
 def test_each_rank_must_fit_its_device_alone(sentences, monkeypatch):
