@@ -216,7 +216,9 @@ def load(path: Path, remedy: str = _ANOTHER) -> Tokenizer:
         if not _is_plain(document):
             return _as_published(document, path)
         model = document["model"]
-        ids, merges = dict(model["vocab"]), [(first, second) for first, second in model["merges"]]
+        ids = dict(model["vocab"])
+        merges = [(first, second) for merge in model["merges"]  # files of tokenizers before 0.20 have texts
+                  for first, second in [merge.split(" ") if isinstance(merge, str) else merge]]
         numbers = [number for number in ids.values() if type(number) is int]
         if sorted(numbers) != list(range(len(ids))):
             raise ValueError("gaps in its numbers")
