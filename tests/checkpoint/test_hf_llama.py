@@ -298,6 +298,8 @@ def test_defaults_of_transformers_hold_for_keys_that_are_missing():
     assert read_as["qwen3"].head_dim == 128 and read_as["gemma"].tied and not read_as["llama"].tied
     patterned = form_of_type("mistral").read(DOCUMENT | dict(model_type="mistral", sliding_window_pattern=2))[0]
     assert patterned == read_as["mistral"]  # Gemma 3 alone has that key
+    parts = form_of_type("llama").read(DOCUMENT | dict(pretraining_tp=2))[0]
+    assert parts == read_as["llama"]  # of some Llama 2 and SmolLM 3: products in parts, with the same sum
     assert read_as["gemma2"].full_every == 2 and read_as["gemma2"].attention_softcap == 50
     assert read_as["olmo2"].norm_epsilon == 1e-5 and read_as["qwen2"].bias == "qkv"
     assert read_as["llama"].sequence == 2048 and read_as["llama"].max_positions == 4096

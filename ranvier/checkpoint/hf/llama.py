@@ -202,8 +202,8 @@ _SIZES = {"vocab_size": "vocab", "hidden_size": "hidden", "num_hidden_layers": "
 _OPTIONAL = {"num_key_value_heads": "kv_heads", "head_dim": "head_dim", "rms_norm_eps": "norm_epsilon",
              "tie_word_embeddings": "tied"}
 _ACTIVATIONS = {"silu": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu-tanh", "gelu_new": "gelu-tanh"}
-_FUNCTION = {"pretraining_tp": (1, (1, None)), "use_bidirectional_attention": (None, (None, False)),
-             "partial_rotary_factor": (1.0, (1.0, None)), "is_causal": (True, (True,))}
+_FUNCTION = {"use_bidirectional_attention": (None, (None, False)), "partial_rotary_factor": (1.0, (1.0, None)),
+             "is_causal": (True, (True,))}
 _DROPS = {"attention_dropout": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0}
 
 
