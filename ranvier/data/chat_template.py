@@ -26,11 +26,12 @@ from ranvier.data import template_renderer
 from ranvier.data.cache import fingerprint
 from ranvier.data.tables import has_package
 from ranvier.data.template_renderer import Rendered, TemplateError, TemplateLimitError
+from ranvier.data.tokenizer import files_beside
 from ranvier.errors import DataError
 from ranvier.system.untrusted_file import is_unicode, json_object, member, read_bytes, read_json
 
 _TOKENIZER, _TEMPLATE = "tokenizer.json", "chat_template.jinja"
-_BESIDE = ("tokenizer_config.json", "special_tokens_map.json", "generation_config.json")
+_SETTINGS = "tokenizer_config.json"
 _FORM = "a folder with tokenizer.json, tokenizer_config.json and a chat template, as transformers saves a tokenizer"
 _MOST_TEMPLATE = 1 << 18
 _MOST_BYTES = 1 << 24
@@ -75,19 +76,20 @@ class ChatTokenizer:
         check_folder(folder, template)
         template_renderer.start()
         self._place = folder, template
-        self._file = template or next(path for path in (folder / _TEMPLATE, folder / _BESIDE[0]) if path.is_file())
+        self._file = template or next(path for path in (folder / _TEMPLATE, folder / _SETTINGS) if path.is_file())
         try:
             from transformers import PreTrainedTokenizerFast
         except ImportError as error:
             raise missing_transformers() from error
         try:
-            own = {name: member(folder, name) for name in (_TOKENIZER, _TEMPLATE, *_BESIDE) if (folder / name).exists()}
+            own = {name: member(folder, name) for name in files_beside(folder)}
             _check_size(own)
+            self._document = member(folder, _TOKENIZER).read_text(encoding="utf-8")
+            self._beside = {name: read_bytes(path, _MOST_BYTES).decode() for name, path in own.items()
+                            if template is None or not name.endswith(".jinja")}
             self._inner = PreTrainedTokenizerFast.from_pretrained(str(folder))
             if template is not None:
                 self._inner.chat_template = template.read_text(encoding="utf-8")
-            self._document = own[_TOKENIZER].read_text(encoding="utf-8")
-            self._beside = {name: read_bytes(own[name], _MOST_BYTES).decode() for name in _BESIDE if name in own}
         except Exception as error:  # the library raises many kinds
             raise DataError("is not a tokenizer as transformers saves it", code="not-a-transformers-tokenizer",
                             where=str(folder), value=f"{type(error).__name__}: {error}"[:200],
@@ -350,7 +352,7 @@ def check_folder(folder: Path, template: Path | None) -> None:
         raise DataError("is not a file that exists", code="chat-template-missing", where="data.chat-template",
                         value=str(template),
                         remedy="Name a file with a Jinja template, or leave it out for the tokenizer's own.")
-    settings = json_object(folder / "tokenizer_config.json", _MOST_BYTES)
+    settings = json_object(folder / _SETTINGS, _MOST_BYTES)
     if template is None and not (folder / _TEMPLATE).is_file() and not settings.get("chat_template"):
         raise _no_template(folder)
     check_packages()
@@ -358,7 +360,7 @@ def check_folder(folder: Path, template: Path | None) -> None:
 
 def _check_size(files: Mapping[str, Path]) -> None:
     """ValueError for a tokenizer_config.json that would take far more memory than its bytes."""
-    if (path := files.get("tokenizer_config.json")) is None:
+    if (path := files.get(_SETTINGS)) is None:
         return
     level, count = [read_json(path, _MOST_BYTES)], 0
     while level:

@@ -35,7 +35,9 @@ END_OF_TEXT = "<|endoftext|>"
 _ENDS = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|eot_id|>", "<|im_end|>")
 """Pretrained models' tokens that separate documents, in order of preference."""
 FILES_BESIDE = ("generation_config.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
-"""Files that belong to a language model and its tokenizer, in addition to tokenizer.json."""
+"""Files that may belong to a language model and its tokenizer, in addition to tokenizer.json."""
+_TEMPLATES = "additional_chat_templates"
+"""Folder of the further chat templates of a tokenizer, such as one for conversations with tools."""
 SMALLEST_VOCAB = 257
 """256 bytes and the separator."""
 GPT2_VOCAB = 50257
@@ -278,10 +280,16 @@ def _pad_beside(path: Path, numbers: Mapping[str, int]) -> int | None:
     return None if text is None else numbers.get(text)
 
 
+def files_beside(folder: Path) -> list[str]:
+    """Names of the existing `FILES_BESIDE` of a folder, and of its further chat templates."""
+    return [name for name in FILES_BESIDE if (folder / name).exists()] + sorted(
+        f"{_TEMPLATES}/{path.name}" for path in (folder / _TEMPLATES).glob("*.jinja"))
+
+
 def _texts_beside(path: Path) -> dict[str, str]:
-    """The existing `FILES_BESIDE`; a file that cannot be read, or that `member` refuses, is left out."""
+    """The content of `files_beside`; a file that cannot be read, or that `member` refuses, is left out."""
     found = {}
-    for name in FILES_BESIDE:
+    for name in files_beside(path.parent):
         with suppress(OSError, ValueError):
             found[name] = read_bytes(member(path.parent, name), _MOST_BESIDE_BYTES).decode()
     return found

@@ -144,11 +144,10 @@ def member(folder: Path, name: str) -> Path:
     link out of the folder; a snapshot in Hugging Face's cache may link to the cache's blobs."""
     path = folder / name
     try:
-        if path.is_symlink():
-            target, home = path.resolve(), folder.resolve()
-            places = [home, *([home.parent.parent / "blobs"] if home.parent.name == "snapshots" else [])]
-            if not any(target.is_relative_to(place) for place in places):
-                raise OSError(errno.ELOOP, "is a link that leads out of its folder", str(path))
+        target, home = path.resolve(), folder.resolve()  # a folder in `name` may be a link, too
+        places = [home, *([home.parent.parent / "blobs"] if home.parent.name == "snapshots" else [])]
+        if not any(target.is_relative_to(place) for place in places):
+            raise OSError(errno.ELOOP, "is a link that leads out of its folder", str(path))
     except RuntimeError as error:  # a loop of links
         raise OSError(errno.ELOOP, "is a loop of links", str(path)) from error
     if not stat.S_ISREG(path.stat().st_mode):

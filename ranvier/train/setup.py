@@ -146,7 +146,8 @@ def write_tokenizer(tokenizer: AnyTokenizer, run_dir: Path) -> None:
         write_atomically(path, tokenizer.text())
         if isinstance(tokenizer, TokenizerWithFiles):
             for name, text in tokenizer.files_beside().items():
-                write_atomically(path.with_name(name), text)
+                (run_dir / name).parent.mkdir(exist_ok=True)
+                write_atomically(run_dir / name, text)
 
 
 def fingerprint(data: Prepared) -> str:

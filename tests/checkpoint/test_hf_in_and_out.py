@@ -243,12 +243,15 @@ def test_the_runs_tokenizer_goes_along(tmp_path, capsys, peer):
     assert (config["bos_token_id"], config["eos_token_id"]) == (tokenizer.end, tokenizer.end)
 
     (tmp_path / "there0/chat_template.jinja").write_text("{{ messages[0]['content'] }}")
+    (tmp_path / "there0/additional_chat_templates").mkdir()
+    (tmp_path / "there0/additional_chat_templates/tool_use.jinja").write_text("{{ tools }}")
     (tmp_path / "there0/generation_config.json").write_text('{"eos_token_id": 7, "temperature": 0.6}')
     import_model(tmp_path / "there0", tmp_path / "again")
     assert "and its tokenizer" in capsys.readouterr().out
     assert tokenizers.load(tmp_path / "again/tokenizer.json").fingerprint == tokenizer.fingerprint
     export(tmp_path / "again", tmp_path / "back", tell=silent)
-    for name in ("chat_template.jinja", "generation_config.json", "tokenizer_config.json"):
+    for name in ("chat_template.jinja", "additional_chat_templates/tool_use.jinja", "generation_config.json",
+                 "tokenizer_config.json"):
         assert (tmp_path / "back" / name).read_bytes() == (tmp_path / "there0" / name).read_bytes()
     assert json.loads((tmp_path / "back/config.json").read_text())["eos_token_id"] == 7
     shutil.move(run / "tokenizer.json", tmp_path / "elsewhere.json")

@@ -6,6 +6,7 @@ import io
 import json
 import os
 import re
+import shutil
 import sys
 from dataclasses import replace
 
@@ -23,6 +24,7 @@ from ranvier.errors import DataError
 from ranvier.tensor.split.loss import IGNORED
 from ranvier.testing.ranks import run_ranks
 from ranvier.train.loop import train
+from ranvier.train.setup import write_tokenizer
 from tests import errors
 from tests.errors import raises
 
@@ -109,12 +111,29 @@ def test_a_template_may_mark_what_the_assistant_writes(tmp_path):
     assert encode(other, TALK)[0] == encode(tokenizer, TALK)[0] and other.fingerprint == tokenizer.fingerprint
 
 
-@pytest.mark.parametrize("name", ["tokenizer.json", "generation_config.json", "chat_template.jinja"])
+def test_further_templates_of_a_tokenizer_go_into_the_runs_folder(tmp_path):
+    """As transformers saves a tokenizer with several: without them the run has no template."""
+    folder = tokenizer_in(tmp_path / "tok")
+    (folder / "chat_template.jinja").write_text(MARKED)
+    (folder / "additional_chat_templates").mkdir()
+    (folder / "additional_chat_templates/tool_use.jinja").write_text(f"{{{{ tools | length }}}}{MARKED}")
+    (tmp_path / "run").mkdir()
+    for template, of_tools in ((None, True), (folder / "chat_template.jinja", False)):
+        write_tokenizer(ChatTokenizer(folder, template), tmp_path / "run")
+        again = ChatTokenizer(tmp_path / "run")
+        with_tools = again.render(Conversation(messages=TALK, tools=[{"name": "sum"}]))
+        assert with_tools == ("1" if of_tools else "") + again.render(Conversation(messages=TALK))
+        shutil.rmtree(tmp_path / "run/additional_chat_templates", ignore_errors=True)
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "generation_config.json", "chat_template.jinja",
+                                  "additional_chat_templates/tool_use.jinja"])
 @pytest.mark.parametrize("kind", ["link", "pipe"])
 def test_a_tokenizers_folder_has_its_own_files(tmp_path, name, kind):
     """Its files are copied into the run's folder; links and pipes in their place are refused."""
     folder = tokenizer_in(tmp_path / "tok")
     path = folder / name
+    path.parent.mkdir(exist_ok=True)
     if path.exists():
         path.rename(tmp_path / "elsewhere")
     else:

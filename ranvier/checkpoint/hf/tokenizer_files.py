@@ -107,13 +107,13 @@ def padding_of(folder: Path) -> dict[str, object]:
 
 
 def _copy_files_beside(source: Path, folder: Path, tell: Callable[[str], None]) -> None:
-    for name in tokenizers.FILES_BESIDE:
-        if (source / name).exists():
-            path = own_file(source, name)
-            if path.stat().st_size > _MOST_BYTES:
-                tell(f"left out: {source / name} is too large")
-            else:
-                shutil.copyfile(path, folder / name)
+    for name in tokenizers.files_beside(source):
+        path = own_file(source, name)
+        if path.stat().st_size > _MOST_BYTES:
+            tell(f"left out: {source / name} is too large")
+        else:
+            (folder / name).parent.mkdir(exist_ok=True)
+            shutil.copyfile(path, folder / name)
 
 
 def export_tokenizer(folder: Path, path: Path, config: Transformer) -> dict[str, object]:
