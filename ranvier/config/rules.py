@@ -353,10 +353,8 @@ def elastic_problems(run: ResolvedRun) -> Iterator[ConfigError]:
     """Problems of the settings of an elastic run."""
     elastic = run.elastic
     yield from freeze_problems(elastic, run.model.num_layers)
-    if elastic.freeze != "none" and elastic.auto_pipe and elastic.cut == "reference" and run.placement.per_rank > 1:
-        yield ConfigError(f"supports one stage per rank only, and there are {run.placement.per_rank}",
-                          code="elastic-cut-stages", where="elastic.cut", value=elastic.cut,
-                          remedy="Set `--elastic.cut exact`, or `--pipeline.stages-per-rank 1`.")
+    if elastic.freeze != "none":
+        yield from freezing_problems(run)
     if elastic.freeze == "gradient-norm" and run.model.num_layers < 2:
         yield ConfigError("cannot compare layers in a model with only one", code="freeze-one-layer",
                           where="elastic.freeze", value=elastic.freeze,
@@ -371,9 +369,6 @@ def elastic_problems(run: ResolvedRun) -> Iterator[ConfigError]:
         yield ConfigError(f"would repeat the augmentation of one epoch (`data.augment` is {run.data.augment})",
                           code="cache-with-augmentation", where="elastic.cache", value=True,
                           remedy="Set `--data.augment-repeats true`: each epoch then repeats the first one's.")
-    if run.optim.ema and elastic.freeze != "none":
-        yield ConfigError("keeps no average of layers that freeze", code="ema-with-freezing", where="optim.ema",
-                          value=run.optim.ema, remedy="Set `--optim.ema 0`, or `--elastic.freeze none`.")
     if run.optim.update_in_backward and elastic.profile_microbatches:
         yield ConfigError("tries several microbatches, and updates in the backward need one",
                           code="in-backward-profile", where="elastic.profile-microbatches", value=True,
@@ -382,6 +377,17 @@ def elastic_problems(run: ResolvedRun) -> Iterator[ConfigError]:
         yield ConfigError("needs batches of one microbatch, and this one grows", code="in-backward-growing-batch",
                           where="elastic.global-batch", value=elastic.global_batch,
                           remedy="Leave out `--optim.update-in-backward`.")
+
+
+def freezing_problems(run: ResolvedRun) -> Iterator[ConfigError]:
+    """Problems of a run whose layers freeze, by whatever policy."""
+    if run.elastic.auto_pipe and run.elastic.cut == "reference" and run.placement.per_rank > 1:
+        yield ConfigError(f"supports one stage per rank only, and there are {run.placement.per_rank}",
+                          code="elastic-cut-stages", where="elastic.cut", value=run.elastic.cut,
+                          remedy="Set `--elastic.cut exact`, or `--pipeline.stages-per-rank 1`.")
+    if run.optim.ema and not run.elastic.dry_run:
+        yield ConfigError("keeps no average of layers that freeze", code="ema-with-freezing", where="optim.ema",
+                          value=run.optim.ema, remedy="Set `--optim.ema 0`, or `--elastic.freeze none`.")
 
 
 def manual_depth(text: str) -> tuple[int, int]:

@@ -73,6 +73,8 @@ def start(run: ResolvedRun, recipe: str, world: World, trackers: Sequence[Tracke
     given = setup.agree_on_run(run, recipe, data, members.everyone, world)
     for problem in rules.problems(given, world.size, num_blocks=None):  # which the command has found before the start
         raise problem
+    for problem in () if freezing is None else rules.freezing_problems(given):
+        raise problem
     world.mesh = given.mesh
     run = check_fits(given, world, members.everyone)
     members.everyone.barrier()  # every rank must have read its free memory first

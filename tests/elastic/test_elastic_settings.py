@@ -8,7 +8,7 @@ from itertools import pairwise
 import pytest
 
 from ranvier.config.resolve import resolve
-from ranvier.config.run import Batch, Checkpoint, Comm, Elastic, TensorParallel, Train
+from ranvier.config.run import Batch, Checkpoint, Comm, Elastic, Optim, TensorParallel, Train
 from ranvier.data.prepare import prepare
 from ranvier.elastic.cache import AutoCache
 from ranvier.elastic.cache_profile import Times
@@ -22,6 +22,7 @@ from ranvier.train.elasticity import Elasticity
 from ranvier.train.progress import Progress
 from tests.covering import quick
 from tests.elastic.runs import AT_ONCE, BY_HAND, IN_TWO, always, lines, losses, run_all, tiny, transitions
+from tests.errors import raises
 
 
 @pytest.mark.parametrize("mesh", quick(1, [
@@ -189,6 +190,12 @@ class EverySecond:
 
     def load_state_dict(self, state):
         self.rests = state["rests"]
+
+
+def test_an_average_with_a_policy_of_ones_own(sentences, tmp_path):
+    run = tiny(sentences, tmp_path / "run", mesh=Mesh(), elastic=Elastic(every=4), batch=AT_ONCE)
+    with raises("ema-with-freezing"):
+        run_all(replace(run, optim=Optim(ema=0.9)), freezing=EverySecond())
 
 
 @pytest.mark.slow
