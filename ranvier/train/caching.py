@@ -89,7 +89,7 @@ class Caching:
     def enter(self, runtime: RankRuntime, reads: int) -> bool:
         """Continue with another engine; `reads` samples of the run are still to come. Returns whether this rank
         caches."""
-        self._now, engine = runtime, runtime.engine
+        engine = runtime.engine
         if self._run.elastic.cache:  # another start's entries may come from different code
             self._token = runtime.ranks.gather_objects(self._token)[0]
         blocks = engine.frozen_stage_blocks()
@@ -102,6 +102,7 @@ class Caching:
         part = f"{self._run.tensor.scheme}, {mesh.microbatch_parts} rows, {column}" if mesh.stage_size > 1 else "whole"
         if part != self._part:  # the entries hold another part of each output
             self.leave()
+        self._now = runtime
         if self._cache is None:
             self._part, elastic = part, self._run.elastic
             self._folder = self._folder or RunFolder(elastic.cache_dir, self._token)
@@ -123,6 +124,7 @@ class Caching:
         if self._cache is not None:
             self._cache.close()
             self._cache = None
+        self._now = None
 
     def close(self) -> None:
         """End the cache with the run. The last rank of a machine removes the entries."""

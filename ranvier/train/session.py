@@ -73,10 +73,10 @@ class Active:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Idle:
-    """A rank that the mesh does not use."""
+    """A rank that the mesh does not use, or that is between two meshes."""
 
     saving: Saving | None = None
-    """`Saving` of the rank's last part in a mesh, if it had one."""
+    """`Saving` of the mesh that it leaves, between two meshes."""
 
 
 @dataclass(kw_only=True, eq=False)
@@ -178,6 +178,7 @@ class Session:
                           timeout_seconds=self.run.comm.timeout_seconds)
         del held  # steps need the memory
         if runtime is None:
+            self.place = Idle()  # an idle rank keeps nothing of its last mesh
             self.elastic.caching.leave()
             return
 
@@ -317,7 +318,7 @@ class Session:
             self.survival.lost_ranks.close()
         if self.world.rank == 0 and self.world.joins is not None:
             remove_contact(self.run_dir)
-        saving = self.place.saving  # of its last part in a mesh, on a rank that is idle or about to be
+        saving = self.place.saving  # of the last mesh, on a rank that is between two
         written = saving is None or saving.checkpoints.close()
         self.elastic.caching.close()
         self.outputs.close()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import math
+import weakref
 from dataclasses import replace
 
 import pytest
@@ -11,7 +13,7 @@ import torch
 from ranvier.config.run import Batch, Checkpoint, Elastic, Guard, Optim, Run, Train
 from ranvier.elastic.controller import Controller, Decision
 from ranvier.mesh import Mesh
-from ranvier.train import changes, loop
+from ranvier.train import changes, loop, runtime
 from ranvier.train.elasticity import Elasticity
 from ranvier.train.progress import Progress
 from ranvier.train.session import Active
@@ -66,6 +68,29 @@ def test_a_checkpoint_of_the_step_at_which_layers_freeze_has_them_frozen(sentenc
     always(monkeypatch)
     run_all(replace(run, resume="auto", mesh=mesh))
     assert losses(run) == pytest.approx(in_one_process, rel=1e-9)
+
+
+def test_an_idle_rank_keeps_nothing_of_its_last_mesh(sentences, tmp_path, monkeypatch):
+    """Not even its weights, with a cache for frozen layers."""
+    run = tiny(sentences, tmp_path / "run", mesh=Mesh(data=2), train=Train(steps=5), batch=IN_TWO, elastic=Elastic(
+        freeze="manual", manual=("1:1",), cache=True, cache_from=1, cache_dir=tmp_path / "cache"))
+    engines, alive, build = [], [], runtime.build_engine
+
+    def built(*args, **options):
+        engine = build(*args, **options)
+        engines.append(weakref.ref(engine))
+        return engine
+
+    class Counts(Wishes):
+        def event(self, event):
+            super().event(event)
+            if getattr(event, "step", 0) == 5 and not alive:
+                gc.collect()
+                alive.append(sum(engine() is not None for engine in engines))
+
+    monkeypatch.setattr(runtime, "build_engine", built)
+    run_all(run, trackers=[Counts(run, {2: dict(data=1, pipe=1)})])
+    assert len(engines) == 5 and alive == [1]
 
 
 @pytest.mark.slow
