@@ -18,6 +18,7 @@ from ranvier.checkpoint.manifest import OptimizerGroup
 from ranvier.errors import CheckpointError
 
 _BESIDE = ("params", "param_names")
+_SCHEDULED = {"lr", "momentum", "betas"}
 
 
 def groups_of(optimizer: torch.optim.Optimizer, names: Mapping[nn.Parameter, str]) -> list[OptimizerGroup]:
@@ -77,8 +78,10 @@ def merge_groups(groups: Iterable[Mapping[str, Any]]) -> tuple[OptimizerGroup, .
 
 def saved_groups(optimizer: torch.optim.Optimizer, names: Mapping[nn.Parameter, str], saved: Iterable[OptimizerGroup],
                  where: str) -> list[tuple[dict[str, Any], OptimizerGroup]]:
-    """Each group of the optimizer with parameters that are in the checkpoint, and the saved group. CheckpointError if
-    their settings differ there, or if it has parameters of this rank that no group has."""
+    """Each group of the optimizer with parameters that are in the checkpoint, and the saved group; if all were frozen
+    there, the only saved group like it. CheckpointError if their settings differ there, if several groups are like it,
+    or if it has parameters of this rank that no group has."""
+    saved = tuple(saved)
     of = {name: group for group in saved for name in group.parameters}
     found = []
     for parameter in names.keys() - {parameter for group in optimizer.param_groups for parameter in group["params"]}:
@@ -95,8 +98,26 @@ def saved_groups(optimizer: torch.optim.Optimizer, names: Mapping[nn.Parameter, 
                                   "this optimizer has both", code="optimizer-groups-differ", where=where,
                                   value=type(optimizer).__name__,
                                   remedy="Group parameters as the program that wrote it did.")
+        alike = [] if known else _groups_like(group, saved)
+        if len(alike) > 1 and any(parameter in names for parameter in group["params"]):
+            raise CheckpointError(f"has none of the parameters of group {number} of this optimizer in a group, and "
+                                  f"{len(alike)} groups like it, whose learning rates or momenta have changed since",
+                                  code="optimizer-groups-alike", where=where, value=type(optimizer).__name__,
+                                  remedy="Give each group a name of its own when you make the optimizer, as in "
+                                         '{"params": ..., "name": "biases"}, before the checkpoint is written.')
         found += [(group, saved_group) for saved_group, _ in known.values()]
+        found += [(group, saved_group) for saved_group in alike if len(alike) == 1]
     return found
+
+
+def _groups_like(group: Mapping[str, Any], saved: Iterable[OptimizerGroup]) -> list[OptimizerGroup]:
+    """The saved groups with the settings of `group`, or, if none has all of them, those that differ only in what a
+    schedule changes. Schedulers also add settings."""
+    own = {key: _to_plain(key, value) for key, value in group.items() if key not in _BESIDE}
+    alike = {json.dumps(each.settings, sort_keys=True): each for each in saved
+             if all(each.settings[key] == own[key] for key in each.settings.keys() & own.keys() - _SCHEDULED)}
+    same = [each for each in alike.values() if each.settings == own]
+    return same or list(alike.values())
 
 
 def take_settings(group: dict[str, Any], settings: Mapping[str, Any]) -> None:

@@ -1,6 +1,7 @@
 """A checkpoint contains a user's complete torch optimizer, and the objects that belong to it, on every mesh."""
 
 import warnings
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -235,6 +236,38 @@ def test_other_groups_are_refused(tmp_path):
     with raises("optimizer-groups-differ", 0, "step-0"):
         run_ranks(second, 1)
     assert parameters and not any(parameter.any() for parameter in parameters), "refused before anything is read"
+
+
+@pytest.mark.parametrize("mesh", [Mesh(), Mesh(pipe=4)], ids=str)
+def test_groups_whose_parameters_were_all_frozen(mesh, tmp_path):
+    """They go on with the settings of the one group that was like them, but for what schedulers change. At first only
+    the last block trains, which has no bias."""
+    def rank(world, frozen, decays, rate):
+        def optimizer(parameters):
+            return torch.optim.SGD([{"params": [one for one in parameters if one.dim() == dims], "weight_decay": decay}
+                                    for dims, decay in zip((2, 1), decays, strict=True)], lr=rate)
+
+        model = chain(Plain, Plain, Plain, partial(nn.Linear, 4, 4, bias=False))
+        engine = Engine(replace(model, layers=(("b0",), ("b1",), ("b2",))), world, mesh=mesh, frozen=frozen, seed=SEED,
+                        dtype=torch.float64, optimizer=optimizer)
+        checkpoints = Checkpoints(engine, tmp_path)
+        groups = [] if engine.optimizer is None else engine.optimizer.param_groups
+        if frozen:
+            for number, group in enumerate(groups):
+                group["lr"] = rate / (2 + number * (decays[0] == decays[1]))
+            checkpoints.save()
+            assert not [one.error for one in checkpoints.wait() if one.error]
+        else:
+            checkpoints.load()
+        checkpoints.close()
+        return [(group["lr"], group["weight_decay"]) for group in groups]
+
+    run_ranks(lambda world: rank(world, 3, (0.2, 0.1), 0.1), mesh.size)
+    assert run_ranks(lambda world: rank(world, 0, (0.2, 0.1), 0.1), mesh.size) == [
+        [(0.05, 0.2), (0.05, 0.1)]] * mesh.size
+    run_ranks(lambda world: rank(world, 3, (0.2, 0.2), 0.1), mesh.size)
+    with raises("optimizer-groups-alike"):
+        run_ranks(lambda world: rank(world, 0, (0.2, 0.2), 0.1), mesh.size)
 
 
 @pytest.mark.parametrize("mesh", [Mesh(), Mesh(pipe=2)], ids=str)
