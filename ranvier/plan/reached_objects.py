@@ -19,8 +19,9 @@ from collections import ChainMap, Counter, OrderedDict, UserDict, UserList, defa
 from collections.abc import Callable, Iterable, Iterator
 from contextvars import ContextVar
 from functools import cached_property, lru_cache, partial
+from itertools import pairwise
 from queue import Queue
-from types import CellType, CodeType, FunctionType, MethodType, ModuleType
+from types import BuiltinMethodType, CellType, CodeType, FunctionType, MethodType, MethodWrapperType, ModuleType
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
@@ -31,6 +32,7 @@ from ranvier.originals import object_contents as objects
 from ranvier.originals.object_contents import attributes, constants, container, is_foreign, is_of_user, is_per_stage
 from ranvier.originals.read_attributes import codes_in
 from ranvier.plan.code_uses import ANY, Key, Uses, names_own, uses_of, with_values
+from ranvier.plan.function_tree import BY_NAME, CHANGES
 
 _HOLD_NOTHING = frozenset({type(None), bool, int, float, complex, str, bytes, nn.Parameter})
 _KEYED = frozenset({list, dict, OrderedDict, defaultdict, Counter})
@@ -88,6 +90,8 @@ class CodeReach:
         self.per_stage: set[int] = set()
         """Identities of objects that the user has declared to be per stage (`is_per_stage`)."""
         self.uses = Uses()
+        self.stored_on: set[str] = set()
+        """Variables whose attributes code stores."""
         self._seen: dict[int, Any] = {}
         self._links: dict[int, set[tuple[int | None, str | None]]] = {}
         """Identity of a value -> its holders (None for a function) and its name there."""
@@ -155,6 +159,7 @@ class CodeReach:
             self._functions[id(value)] = uses_of(code, own), link.bound
             names = _names(code)
             self._names.update(names)
+            self.stored_on |= _stored_on(code)
             yield from (one for name in names for one in self._unnamed.pop(name, ()))  # in the same order on all ranks
         elif isinstance(value, MethodType):
             self._bound.add(id(value.__self__))
@@ -228,7 +233,7 @@ class CodeReach:
             for holder, name in self._links.get(identity, ()):
                 if holder is None or name is not None:
                     yield holder, name, is_inside
-                elif holder not in seen:
+                elif holder not in seen and not _only_changes(self._seen.get(holder)):
                     seen.add(holder)
                     waiting.append((holder, is_inside or not isinstance(self._seen.get(holder), CellType)))
 
@@ -285,7 +290,12 @@ def tensors_in(found: Iterable[Reached]) -> Iterator[tuple[str, Tensor]]:
 def _may_change(value: object) -> bool:
     return (objects.is_whole(value) and not isinstance(value, tuple)) or is_of_user(value) or _has_buffers(value) or (
         isinstance(value, type | ModuleType) and not is_foreign(value)) or (
-        isinstance(value, FunctionType) and bool(vars(value)) and not is_foreign(value))
+        isinstance(value, FunctionType) and not is_foreign(value))
+
+
+def _only_changes(value: object) -> bool:
+    """Whether it is a method such as `append` of a list, whose caller reads nothing."""
+    return isinstance(value, BuiltinMethodType) and value.__name__ in CHANGES
 
 
 def _has_buffers(value: object) -> bool:
@@ -298,6 +308,7 @@ _BEHIND: tuple[tuple[Any, Callable[[Any], Iterable[Any]]], ...] = (
     (CellType | ContextVar, lambda value: [inside for _, inside in objects.contents(value)]),
     (partial, lambda value: (value.func, *value.args, *value.keywords.values())),
     (MethodType, lambda value: (value.__self__, value.__func__)),
+    (BuiltinMethodType | MethodWrapperType, lambda value: (value.__self__,)),
     (_Cached, lambda value: (value.__wrapped__,)))
 """Kinds of objects that contain others without names."""
 
@@ -387,8 +398,20 @@ def _variables(code: CodeType, *kinds: str) -> tuple[str, ...]:
 
 @lru_cache(maxsize=1 << 14)
 def _names(code: CodeType) -> tuple[str, ...]:
-    """Global variables and attributes that a function names."""
-    return tuple(name for each in codes_in(code) for name in each.co_names)
+    """Global variables and attributes that a function names, also as texts: getattr(log, "add")(x)."""
+    names = [name for each in codes_in(code) for name in each.co_names]
+    if not (BY_NAME | {"attrgetter", "methodcaller"}).isdisjoint(names):
+        names += [text for each in codes_in(code) for text in each.co_consts
+                  if isinstance(text, str) and text.isidentifier()]
+    return tuple(names)
+
+
+@lru_cache(maxsize=1 << 14)
+def _stored_on(code: CodeType) -> frozenset[str]:
+    """Variables whose attributes a function stores."""
+    steps = [list(dis.get_instructions(each)) for each in codes_in(code)]
+    return frozenset(before.argval for each in steps for before, at in pairwise(each)
+                     if at.opname == "STORE_ATTR" and isinstance(before.argval, str))
 
 
 def _class_links(path: str, kind: type) -> Iterator[_Link]:

@@ -105,9 +105,11 @@ def code_with_others_parameters(reaches: Mapping[int, CodeReach], stages: Mappin
 def shared_places(reaches: Mapping[int, CodeReach]) -> tuple[SharedPlace, ...]:
     """All shared places of a model. reaches: of `code_of_stages`."""
     stages: dict[int, list[int]] = {}
+    stored_on = frozenset[str]().union(*(reach.stored_on for reach in reaches.values()))
     for stage, reach in reaches.items():
-        for identity in reach.found:
-            stages.setdefault(identity, []).append(stage)
+        for identity, (_, value, _) in reach.found.items():
+            if not isinstance(value, FunctionType) or vars(value) or value.__name__ in stored_on:
+                stages.setdefault(identity, []).append(stage)
     names = {stage: {id(value): name for name, value in reach.places().items()} for stage, reach in reaches.items()}
     several = [(identity, here) for identity, here in stages.items() if len(here) > 1]
     return tuple(place for number, (identity, here) in enumerate(several)

@@ -262,6 +262,46 @@ def an_array():
     return four(follow)
 
 
+def by_bound_methods_of_a_list():
+    scales = [1.0]
+
+    def follow(block, x, y):
+        if block.number == 0:
+            block.keep(float(x.abs().mean()))
+        return y * block.kept(-1) if block.number == 3 else y
+
+    blocks, loss = four(follow)
+    blocks[0].keep, blocks[3].kept = scales.append, scales.__getitem__
+    return blocks, loss
+
+
+def by_a_method_that_a_text_names():
+    class Scale:
+        value = 1.0
+
+        def keep(self, x):
+            self.value = float(x.abs().mean())
+
+    scale = Scale()
+
+    def follow(block, x, y):
+        if block.number == 0:
+            getattr(scale, "keep")(x)  # noqa: B009
+        return y * scale.value if block.number == 3 else y
+    return four(follow)
+
+
+def a_new_attribute_of_a_function():
+    def scale_by(y):
+        return y * getattr(scale_by, "value", 1.0)
+
+    def follow(block, x, y):
+        if block.number == 0:
+            scale_by.value = float(x.abs().mean())
+        return scale_by(y) if block.number == 3 else y
+    return four(follow)
+
+
 def a_tensor_in_place():
     scale = torch.ones(2)
 
@@ -301,7 +341,9 @@ def from_the_loss():
 
 @pytest.mark.parametrize("make", [
     detached, a_mask, a_number_by_computed_names, a_closure_variable, a_counted_layer, a_mark_of_the_first_block,
-    a_class_attribute, a_default_argument, an_array, a_tensor_in_place, a_registered_module, from_the_loss])
+    a_class_attribute, a_default_argument, an_array, by_bound_methods_of_a_list,
+    by_a_method_that_a_text_names, a_new_attribute_of_a_function, a_tensor_in_place, a_registered_module,
+    from_the_loss])
 def test_values_without_gradients_that_another_stage_would_read_are_refused(make):
     with pytest.raises(ModelError) as caught:
         train(make, Mesh(pipe=2))
@@ -342,6 +384,7 @@ def made_alike():
 
 def made_first_or_only_counted():
     context, log, means = SimpleNamespace(calls=0, scale=None), [], {}
+    note = log.append
 
     class Counter:
         linear = 0
@@ -356,7 +399,8 @@ def made_first_or_only_counted():
         context.calls += 1
         counter.add(block.number)
         context.device = x.device
-        log.append(float(y.detach().to(context.device).mean()))
+        note(float(y.detach().to(context.device).mean()))
+        log.append(block.number)
         means[block.number, 0] = y.detach()
         context.scale = y.mean()
         return y * context.scale
