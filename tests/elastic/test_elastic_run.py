@@ -144,7 +144,6 @@ def test_the_cache_changes_nothing(sentences, tmp_path, in_one_process, monkeypa
         assert transitions(run)[-1]["cache"] and read_rows(results) > 0
 
 
-@pytest.mark.slow
 def test_half_precision_entries_change_little(sentences, tmp_path, in_one_process):
     elastic = replace(BY_HAND, cache=True, cache_from=1, cache_dir=tmp_path / "cache", auto_pipe=False, auto_dp=False)
     run = tiny(sentences, tmp_path / "run", mesh=Mesh(), elastic=elastic, batch=AT_ONCE)
