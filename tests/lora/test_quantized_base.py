@@ -22,6 +22,7 @@ from ranvier.models.lora import with_adapters
 from ranvier.planner.count import laid_out
 from ranvier.tensor.quantized_weight import BLOCK, QuantizedWeight, dense
 from tests.covering import covering, quick
+from tests.elastic.test_transition import assert_same_runs, trained
 from tests.errors import raises
 from tests.lora.test_lora_gradients import adapted, users_blocks
 from tests.tensor.split_parity import assert_parity, on_mesh, token_batches
@@ -122,6 +123,12 @@ def test_values_are_the_same_on_every_mesh(weight_format):
     assert torch.equal(alone, torch.cat([upper, lower]))
     left, right = on_mesh(partial(make, lora, torch.bfloat16), Mesh(col=2), values, dtype=torch.bfloat16)
     assert torch.equal(alone, torch.cat([left, right], dim=1))
+
+
+def test_a_transition_moves_them():
+    found, moved, _ = trained([Mesh(pipe=2), Mesh(data=2)], steps=1, size=2, model=make(LORA))
+    assert all(moved)
+    assert_same_runs(found, trained([Mesh()], steps=2, size=1, model=make(LORA))[0])
 
 
 @pytest.mark.parametrize(("weight_format", "mesh"), quick(2, covering(
