@@ -50,7 +50,7 @@ def noted_gaps(monkeypatch: pytest.MonkeyPatch) -> list[object]:
 
 
 @pytest.mark.parametrize(("family", "sequence", "mesh", "tensor", "microbatch"), [
-    pytest.param("gpt", 15_000, Mesh(col=2), TensorParallel(sequence_sharding=True), 2, marks=pytest.mark.slow),
+    ("gpt", 15_000, Mesh(col=2), TensorParallel(sequence_sharding=True), 2),
     ("llama", 9973, Mesh(row=2, col=2), TensorParallel(), 6),
     pytest.param("llama", 15_000, Mesh(col=2), TensorParallel(scheme="megatron", sequence_sharding=True), 2,
                  marks=pytest.mark.slow),
