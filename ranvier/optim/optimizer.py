@@ -76,8 +76,8 @@ class FlatOptimizer:
         """[gradients.size]: all trainable parameters of this rank, in the same places."""
         self._watch = Watch(self.weights.device.type)
         views.follow()
-        self.left_behind = views.left
-        """Tensors that shared memory with parameters before, and do not share the new memory."""
+        self.views = views
+        """Tensors that shared memory with parameters before; some do not share the new memory."""
         self._chunks = [chunk for chunk in gradients.chunks if not chunk.sent_to_owner]
         self.offload, self.offload_share = offload, optim.offload_share
         self.sharded = optim.shard and any(len(chunk.group.ranks) > 1 for chunk in self._chunks)

@@ -103,6 +103,13 @@ def is_array(value: object) -> bool:
     return is_random(value) or (numpy is not None and type(value) is numpy.ndarray)
 
 
+def tensor_under(value: Any) -> Tensor | None:
+    """The tensor whose memory a NumPy array has, as `tensor.numpy()` returns it, or a part of such an array."""
+    while type(value).__module__ == "numpy" and hasattr(value, "base"):
+        value = value.base
+    return value if isinstance(value, Tensor) else None
+
+
 def bytes_of(value: Any, most: int | None = None) -> bytes:
     """The contents of such an array or generator; of an array at most about `most` elements, evenly spread."""
     if is_random(value):

@@ -135,12 +135,15 @@ class ViewsOfParameters:
         self.left: list[ref[Tensor]] = []
         """Tensors that cannot follow, because they share the memory of several parameters, of other values too, or of a
         parameter whose elements are not in order."""
+        self.has_arrays = False
+        """Whether NumPy arrays may be over the memory; they cannot follow."""
         shared: dict[int, list[nn.Parameter]] = {}
         for parameter in parameters:
             if start := storage_of(parameter):
                 shared.setdefault(start, []).append(parameter)
         shared = {start: group for start, group in shared.items() if _num_references(group[0]) > len(group)}
         if shared:
+            self.has_arrays = not all(group[0].untyped_storage().resizable() for group in shared.values())
             for tensor in _all_tensors():
                 if (group := shared.get(storage_of(tensor))) is not None:
                     self._add(tensor, group)

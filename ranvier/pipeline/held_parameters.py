@@ -24,6 +24,8 @@ from torch.autograd.graph import Node
 
 from ranvier.errors import ModelError
 from ranvier.optim.step import refuse_closures
+from ranvier.originals.object_contents import tensor_under
+from ranvier.originals.same_memory import ViewsOfParameters, extent
 from ranvier.originals.stand_in_tensors import StandIns
 from ranvier.pipeline.trained_elsewhere import gradient_state
 from ranvier.plan.reached_objects import CodeReach, tensors_in
@@ -368,13 +370,20 @@ def _refuse_renormalised(block: str, module: nn.Module, replicas: int) -> None:
                                     "weight.copy_(weight.renorm(2, 0, max_norm)).")
 
 
-def refuse_left_behind(left: Iterable[ref[Tensor]], blocks: Sequence[tuple[int, str, nn.Module]], loss: object) -> None:
-    """Raise ModelError if code of these blocks, or of the loss, has a tensor that no longer shares its parameters'
-    memory: an optimizer has moved them (`ViewsOfParameters.left`)."""
-    tensors = {id(one): one for one in (found() for found in left) if one is not None}
-    if not tensors:
+def refuse_left_behind(views: ViewsOfParameters, blocks: Sequence[tuple[int, str, nn.Module]], loss: object) -> None:
+    """Raise ModelError if code of these blocks, or of the loss, has a tensor or a NumPy array that no longer shares its
+    parameters' memory: an optimizer has moved them."""
+    tensors = {id(one): one for one in (found() for found in views.left) if one is not None}
+    if not tensors and not views.has_arrays:
         return
     reach = CodeReach.from_roots([*((block, module) for _, block, module in blocks), ("loss", loss)])
+    for name, value, _ in reach.found.values():
+        if not isinstance(value, Tensor) and (under := tensor_under(value)) is not None and value.size and (
+                not (bounds := extent(under))[0] <= value.ctypes.data < bounds[1]):
+            raise ModelError("shares the memory of a parameter, which Ranvier's optimizer moves: the array would keep "
+                             "old values", code="array-over-parameter", where=f"array {name}", value=value.shape,
+                             remedy="Call parameter.detach().numpy() in the forward, or give the engine a torch "
+                                    "optimizer, which leaves parameters where they are: Engine(optimizer=...).")
     for name, tensor in tensors_in(reach.found.values()):
         if id(tensor) in tensors:
             raise ModelError("shares the memory of parameters, but not within one whose elements are in order: "

@@ -142,7 +142,7 @@ class EngineParts:
         masters = self.updater.masters
         self.elsewhere.note_optimizer(self.updater.users, masters.of if masters is not None else {})
         if (flat := self.updater.flat) is not None:
-            refuse_left_behind(flat.left_behind, self.blocks, self.model.loss if numbers[-1] == last else None)
+            refuse_left_behind(flat.views, self.blocks, self.model.loss if numbers[-1] == last else None)
         self.ties.send_values(self.connections.board.calls, trained=False)  # parameters have their places in memory
         refuse_initializers(parameter for name, parameter in self.parameters.items()
                             if parameter.shape != layout[name].shape)

@@ -114,6 +114,24 @@ def test_a_tensor_over_several_parameters_that_move_is_refused():
         assert_trained(partial(InOnePiece, has_all=True), Mesh(), **OURS)
 
 
+class HasAnArray(nn.Module):
+    """Computes with its weight, and with a NumPy array over a part of it."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4, dtype=torch.float64)
+        self.array = self.linear.weight.detach().numpy()[1:, :2]
+
+    def forward(self, x):
+        return torch.tanh(self.linear(x)) * float((self.array ** 2).sum())
+
+
+def test_an_array_over_a_parameter_has_its_values_or_is_refused_where_parameters_move():
+    assert_trained(HasAnArray, Mesh(), optimizer=SGD)
+    with raises("array-over-parameter", where="array 0.array", value=(3, 2)):
+        assert_trained(HasAnArray, Mesh(), **OURS)
+
+
 def test_a_buffer_over_the_parameter_of_another_stage_is_refused():
     def rank(world):
         layer, has_values = nn.Linear(4, 4, dtype=torch.float64), nn.BatchNorm1d(4, affine=False, dtype=torch.float64)
