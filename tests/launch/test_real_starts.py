@@ -96,6 +96,16 @@ def test_auto_says_what_it_chose_and_why(start):
     assert len(re.findall(r"^device cpu: .* threads for each of 2 ranks on \d+ cores: \d", out, re.MULTILINE)) == 1
 
 
+@pytest.mark.parametrize("command", [["sub/gone.py"], pytest.param(["-m", "sub.gone"], marks=pytest.mark.slow)])
+def test_ranks_start_where_a_program_was_started_that_has_left_the_folder(tmp_path, command):
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "sub/gone.py").write_text(
+        "import os, sys\nsys.stderr.write(os.getcwd() + chr(10))\nos.chdir('sub')\nimport ranvier\n"
+        "ranvier.start(data=2, transport='torch')\n")
+    done = subprocess.run([sys.executable, *command], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, sorted(done.stderr.split())) == (0, [str(tmp_path)] * 3)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["raise", pytest.param("thread", marks=pytest.mark.slow)])
 def test_a_rank_that_raises(start, how):
