@@ -268,7 +268,7 @@ def _named_beside(path: Path, name: str) -> str | None:
 def _ends_beside(path: Path, numbers: Mapping[str, int]) -> frozenset[int]:
     """The end tokens that the files next to a tokenizer.json name: `eos_token`, and, as in transformers' generation,
     `eos_token_id` of generation_config.json, or else of config.json: a number or several."""
-    named = _beside(path, "generation_config.json") or _beside(path, "config.json")
+    named = _beside(path, "generation_config.json") or json_object(path.parent / "config.json", _MOST_CONFIG_BYTES)
     ends = named.get("eos_token_id")
     found = {end for end in (ends if isinstance(ends, list) else [ends]) if type(end) is int and end >= 0}
     text = _named_beside(path, "eos_token")
@@ -296,8 +296,17 @@ def _texts_beside(path: Path) -> dict[str, str]:
 
 
 def _beside(path: Path, name: str) -> dict[str, Any]:
-    """The content of a JSON file next to a tokenizer.json; empty if there is no such file, or it is not an object."""
-    return json_object(path.parent / name, _MOST_CONFIG_BYTES)
+    """The content of a JSON file next to a tokenizer.json; empty if there is no such file. DataError if it cannot be
+    read: without it, texts would end at other tokens."""
+    beside = path.parent / name
+    try:
+        found = read_json(beside, _MOST_CONFIG_BYTES) if beside.exists() else {}
+        if not isinstance(found, dict):
+            raise ValueError("is not a JSON object")
+    except (OSError, ValueError) as error:
+        raise DataError("cannot be read", code="file-beside-tokenizer-unreadable", where=str(beside), value=str(error),
+                        remedy="Fetch it again from the model's source, or delete it.") from error
+    return found
 
 
 _MOST_TOKENS = 1 << 24

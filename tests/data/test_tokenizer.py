@@ -147,6 +147,18 @@ def test_settings_beside_the_merges_count_as_published(small, tmp_path, change):
         assert load(tmp_path / "tokenizer.json").encode(text) == there.encode(text).ids
 
 
+@pytest.mark.parametrize("name", ["generation_config.json", "tokenizer_config.json"])
+@pytest.mark.parametrize("content", ["", "[]", '{"eos_token_id": 2'])
+def test_a_damaged_file_beside_it_is_refused(small, tmp_path, name, content):
+    """Its end tokens would be missing, without a word; a config.json may belong to something else."""
+    small.save(tmp_path / "tokenizer.json")
+    (tmp_path / "config.json").write_text(content)
+    assert load(tmp_path / "tokenizer.json").ends == small.ends
+    (tmp_path / name).write_text(content)
+    with raises("file-beside-tokenizer-unreadable", str(tmp_path / name)):
+        load(tmp_path / "tokenizer.json")
+
+
 def test_files_that_say_otherwise_of_a_first_space_and_merges_by_chance_are_refused(small, tmp_path):
     document = json.loads(small.text())
     (tmp_path / "tokenizer.json").write_text(json.dumps(document))
