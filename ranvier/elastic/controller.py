@@ -208,8 +208,7 @@ class Controller:
             found = self._requested_change(facts, request, wanted)
             if isinstance(found, Change):
                 return Decision(state=state, change=found, notes=notes)
-            change = self._change_on_same_mesh(state, facts, wanted, "freezing")[0] if moves else None
-            return Decision(state=state, change=change, notes=(*notes, found))
+            notes = (*notes, found)
         reason = "nothing trains in them" if not state.evaluations else \
             f"{self.policy_text}, evaluation {state.evaluations}"
         again = {(replicas, length) for replicas, length, frozen in state.refused if frozen == wanted.prefix}

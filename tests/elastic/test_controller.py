@@ -14,7 +14,7 @@ from ranvier.config.resolve import ResolvedRun
 from ranvier.config.run import Batch, Elastic, Train
 from ranvier.elastic.change import Change, MeshRequest
 from ranvier.elastic.controller import Controller, DecisionFacts, tried_microbatch_size
-from ranvier.elastic.freezing import NONE_FROZEN, Manual
+from ranvier.elastic.freezing import NONE_FROZEN, FrozenLayers, Manual
 from ranvier.elastic.inputs import BlockFacts, PresentMesh
 from ranvier.elastic.named_policy import policy_of
 from ranvier.elastic.state import ElasticState, StepFigures
@@ -166,6 +166,30 @@ def test_decisions_hold_whatever_is_measured(data):
             course.decide(MeshRequest(sizes={"data": data.draw(sizes), "pipe": data.draw(sizes)}, request_id="1"))
         elif course.state.needs_decision:
             course.decide()
+
+
+@pytest.mark.parametrize("fits", [False, True])
+def test_a_refused_request_is_added_to_the_decision_without_it(fits):
+    """Layers for whose training there is no memory stay frozen, and a smaller pipeline is found for others."""
+    run = ResolvedRun(mesh=Mesh(pipe=4), batch=Batch(global_size=FIRST, microbatch_size=2),
+                      elastic=Elastic(freeze="manual", manual=("1:1",), auto_pipe=fits, auto_dp=True))
+    controller = Controller(run, Manual(((1, 5 if fits else 1),)), epoch_samples=EPOCH)
+    ones = (1.0,) * len(NAMES)
+    state = replace(controller.initial(), norms=(1.0,) * LAYERS, recent=(1.0,))
+    facts = DecisionFacts(
+        step=1, samples=8, remaining_steps=10**5, num_ranks=4, frozen=FrozenLayers(3), blocks=lambda: BlockFacts(
+            forward_seconds=ones, backward_seconds=ones, update_seconds=ones, output_bytes=(8,) * len(NAMES),
+            num_parameters=(8,) * len(NAMES), parameter_bytes=(8,) * len(NAMES), state_bytes=(8,) * len(NAMES),
+            cores=None, bandwidth=1e9, latency_seconds=1e-5), caches=lambda depth: False,
+        present=PresentMesh(mesh=run.mesh, boundaries=(2, 4, 6), frozen=3, cached_blocks=0, global_size=FIRST,
+                            layers=tuple((name,) for name in NAMES[:-1]), block_names=NAMES),
+        problem=lambda run, frozen: None if fits else TOO_LARGE, stage_memory=lambda frozen: None)
+    without = controller.decide(state, facts)
+    assert [note.event for note in without.notes if note.event != "judged"] == ["unfreeze-refused"] * (not fits)
+    assert without.change.mesh["pipe"] < 4 if fits else without.change is None
+    refused = controller.decide(state, facts, MeshRequest(sizes={"data": 9, "pipe": 9}, request_id="1"))
+    assert refused.notes[0].event == "resize-refused"
+    assert replace(refused, notes=refused.notes[1:]) == without
 
 
 def test_the_next_decision_is_where_it_is_said_to_be():
