@@ -53,7 +53,7 @@ def test_order_looks_random():
 @pytest.mark.parametrize("has_lengths", [False, True])
 def test_an_order_is_made_in_twice_its_memory(has_lengths):
     """The order of a large corpus is the largest allocation on the host of each rank, in later epochs, too."""
-    count, tracker = 200_000, MemoryTracker()
+    count, tracker = 500_000, MemoryTracker()
     sampler = Sampler(count, 0, lengths=np.ones(count, dtype=np.int64) if has_lengths else None)
     tracemalloc.start()
     try:

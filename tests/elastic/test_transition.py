@@ -239,7 +239,7 @@ def held_after(meshes, **options):
 def test_large_boxes_travel_in_pieces_and_many_of_them_in_rounds(monkeypatch, message_bytes, round_bytes):
     """Also if one index is larger than a message or a round should be: a row of most weights has 64 bytes, of others
     256."""
-    meshes = [Mesh(pipe=4), Mesh(row=2, col=2), Mesh(data=3)]
+    meshes = [Mesh(pipe=4), Mesh(data=2, pipe=2), Mesh(row=2, col=2), Mesh(data=3)]
     optim = Optim(bucket_size=64, chunk_buckets=2, shard=True)
     whole = held_after(meshes, optim=optim)
     in_pieces, in_rounds = transition._split_move, transition._rounds
