@@ -19,7 +19,9 @@ from ranvier.checkpoint.hf.pretrained import Pretrained
 from ranvier.config.run import Run, Transformer
 from ranvier.models.llama import LLAMA, flops_per_sequence, head_dim, llama, problems
 from ranvier.plan.block_costs import block_costs
+from ranvier.tensor.layers import Rotary
 from ranvier.testing.families import check_family
+from ranvier.testing.memory import MemoryTracker
 from tests.errors import raises
 from tests.hf_peers import assert_gradients, blocks_of, forward, gradients_as_ours, peer, relative, saved
 
@@ -218,3 +220,16 @@ def test_settings_that_no_llama_can_have(changed, error):
     assert len(problems(config)) == 1
     with raises(*error):
         llama(config)
+
+
+def test_a_rotation_keeps_positions_and_no_angles():
+    """Angles at the positions of packed samples would be kept by each layer, twice, and no prediction has them."""
+    rotary, positions = Rotary(width=16), torch.arange(8).repeat(2, 1)
+    x = torch.randn(2, 4, 8, 16, generator=torch.Generator().manual_seed(0), requires_grad=True)
+    plain = rotary(x)
+    with MemoryTracker() as tracker:
+        y = rotary(x, positions)
+        assert tracker.live == {("device", "activations"): y.nbytes}
+    assert torch.equal(y, plain)
+    gradients = [torch.autograd.grad(end, x, torch.ones_like(end))[0] for end in (y, plain)]
+    assert torch.equal(*gradients)

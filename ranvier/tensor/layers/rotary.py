@@ -113,9 +113,7 @@ class Rotary:
         # A tensor without values (`ranvier.tensor.compiled`) has tables without values, which must not stay.
         made = _tables if type(values) is Tensor else _tables.__wrapped__
         tables = made(self, length, values.dtype, values.device)
-        if positions is not None:
-            tables = tables[0][positions].unsqueeze(1), tables[1][positions].unsqueeze(1)
-        y = _Rotated.apply(values, *tables, current())
+        y = _Rotated.apply(values, tables, positions, current())
         return y if layout is None else mark(y, layout)
 
     def _compiled(self, x: Tensor, positions: Tensor | None) -> Tensor:
@@ -140,17 +138,26 @@ def _tables(rotary: Rotary, length: int, dtype: torch.dtype, device: torch.devic
 
 
 class _Rotated(Function):
-    """A rotation whose gradient is rotated back by the same angles. The tables are cached, so they are not saved."""
+    """A rotation whose gradient is rotated back by the same angles. The tables are cached, so only positions are
+    saved."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, cosine: Tensor, sine: Tensor, fused: Fused) -> Tensor:
-        ctx.tables, ctx.fused = (cosine, sine), fused
-        return fused(_rotate, x, cosine, sine)
+    def forward(ctx: Any, x: Tensor, tables: tuple[Tensor, Tensor], positions: Tensor | None, fused: Fused) -> Tensor:
+        ctx.tables, ctx.fused = tables, fused
+        ctx.save_for_backward(positions)
+        return fused(_rotate, x, *_at(positions, tables))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None, None]:
-        return ctx.fused(_turned_back, dy, *ctx.tables), None, None, None
+        (positions,) = ctx.saved_tensors
+        return ctx.fused(_turned_back, dy, *_at(positions, ctx.tables)), None, None, None
+
+
+def _at(positions: Tensor | None, tables: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """Angles [B, 1, S, D / 2] of positions [B, S]; the whole tables without positions."""
+    cosine, sine = tables
+    return tables if positions is None else (cosine[positions].unsqueeze(1), sine[positions].unsqueeze(1))
 
 
 def _rotate(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
