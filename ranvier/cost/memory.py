@@ -132,7 +132,8 @@ def activation_bytes(costs: Sequence[BlockCost], segments: Sequence[range], micr
                      kept_again: Mapping[str, int], gradients: Sequence[int], ties: TiedGradients | None = None,
                      updates: Mapping[int, int] = MappingProxyType({}), buffers: Sequence[int] = ()
                      ) -> dict[str, int]:
-    """Bytes that the microbatches in flight keep alive on a stage of these blocks, by category.
+    """Bytes that the microbatches in flight keep alive on a stage of these blocks, by category; "recomputed" are those
+    of activations that a backward computes again.
 
     Args:
         costs: of one microbatch.
@@ -165,7 +166,8 @@ def activation_bytes(costs: Sequence[BlockCost], segments: Sequence[range], micr
         forward = max(costs[place].forward_bytes + costs[place].kept_bytes for place in segment)
         workspace = max(workspace, copied + forward - behind - recomputed)
     arriving = max(0, ties.arriving - each * max(0, stored - ties.distance))
-    return {"activations": stored * each + recomputed,
+    return {"activations": stored * each,
+            "recomputed": recomputed,
             "deferred": waiting,
             "workspace": workspace,
             "messages": _message_bytes(costs, microbatches, each) + arriving}

@@ -159,7 +159,10 @@ def _bytes_beyond_backward(states: _StateBytes, working: Mapping[str, int], cost
 def _sum_stages(run: ResolvedRun, stages: Sequence[Mapping[str, int]]) -> dict[str, int]:
     """Bytes that all stages of a rank keep alive; one stage computes at a time. A budget in bytes is for the rank."""
     found = {name: sum(stage[name] for stage in stages) for name in stages[0]}
-    found["workspace"] = max(stage["workspace"] for stage in stages)
+    computing = max(stages, key=lambda stage: stage["recomputed"] + stage["workspace"])
+    found["workspace"] = computing["workspace"]
+    found["activations"] += computing["recomputed"]
+    del found["recomputed"]
     if run.pipeline.defer_bytes != "auto":
         found["deferred"] = max(stage["deferred"] for stage in stages)
     return found
@@ -194,8 +197,8 @@ def device_bytes_of_stages(run: ResolvedRun, frozen: int = 0, frozen_above: Sequ
         if (start, stop, runs) not in lasting:  # on whichever stage they are
             lasting[start, stop, runs] = _state_bytes(run, there, stage, runs, untrained)
         states = lasting[start, stop, runs]
-        passing = _activations(run, costs[stage], there, stage, segments, on_mesh, limits, None, states.updates,
-                               untrained)
+        passing = _sum_stages(run, [_activations(run, costs[stage], there, stage, segments, on_mesh, limits, None,
+                                                 states.updates, untrained)])
         return (sum(states.device.values()) + _bytes_beyond_backward(states, passing, costs[stage], on_mesh)
                 + sum(passing.values()) + gathered)
 

@@ -34,6 +34,7 @@ from ranvier.config.run import (
 from ranvier.cost.memory import PROCESS_BYTES, StoredMicrobatches, activation_bytes, remedies, too_large
 from ranvier.mesh import Mesh
 from ranvier.plan.limits import schedules
+from ranvier.planner import count
 from ranvier.planner.count import laid_out
 from ranvier.planner.work import Work
 from ranvier.schedule.limits import Limits
@@ -312,13 +313,17 @@ def test_a_segment_runs_again_when_what_is_behind_it_is_free(deferred):
     assert microbatches.stored == 2
 
     def beside_two(segments, head):
-        kept = 2 * (len(segments) * 10 + sum(cost.kept_bytes for place, cost in enumerate([*layers, head]) if not any(
-            place in segment for segment in segments)))
-        return activation_bytes([*layers, head], segments, microbatches, {}, [0] * 4)["activations"] - kept
+        return activation_bytes([*layers, head], segments, microbatches, {}, [0] * 4)["recomputed"]
 
     assert beside_two([range(1, 3)], replace(head, kept_bytes=30)) == (200 if deferred else 170)
     assert beside_two([range(1, 3)], replace(head, kept_bytes=500)) == (200 if deferred else 0)
     assert beside_two([range(0, 1), range(1, 3)], replace(head, kept_bytes=0)) == 200
+
+
+def test_one_stage_of_a_rank_recomputes_at_a_time():
+    first, second = ({"activations": stored, "recomputed": again, "deferred": 0, "workspace": workspace}
+                     for stored, again, workspace in ((10, 5, 1), (20, 3, 4)))
+    assert count._sum_stages(ResolvedRun(), [first, second]) == {"activations": 33, "deferred": 0, "workspace": 4}
 
 
 def test_no_report_unless_it_is_asked_for(corpus, tmp_path):
