@@ -50,7 +50,6 @@ def test_the_cache_is_on_from_as_many_frozen_layers_as_are_asked_for(sentences, 
         assert [line["cache"] for line in transitions(run)] == on
 
 
-@pytest.mark.slow
 def test_a_cache_of_other_data_is_not_read(sentences, tmp_path):
     """The weights are the same, as they freeze before the first step; only the samples' inputs differ."""
     frozen = Elastic(freeze="manual", manual=("0:2",))

@@ -183,7 +183,6 @@ def test_an_interrupted_search_gives_the_best_so_far(monkeypatch, interruptible)
     assert "interrupted" in told[-1]
 
 
-@pytest.mark.slow
 def test_a_search_that_is_interrupted_among_several_stages_per_rank_keeps_the_best_so_far(monkeypatch):
     def interrupted(run):
         raise KeyboardInterrupt
