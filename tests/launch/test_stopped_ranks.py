@@ -55,7 +55,6 @@ def test_a_rank_that_is_stopped_under_another_launcher(start_ranks, launcher):
     assert re.search(rf"ranvier: error: {RANK_1}: is stopped \(SIGSTOP\) while all others wait for it", each.text)
 
 
-@pytest.mark.slow
 @LINUX
 @pytest.mark.mpi
 @NEEDS_MPI
