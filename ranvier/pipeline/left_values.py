@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from ranvier.errors import ModelError
 from ranvier.mesh import Coordinates, StagePlacement
 from ranvier.originals import object_contents as objects
+from ranvier.originals.same_memory import storage_of
 from ranvier.pipeline.same_on_ranks import NUMBER_BITS
 from ranvier.plan.code_uses import is_key
 from ranvier.plan.reached_objects import CodeReach
@@ -355,6 +356,7 @@ class Identities:
         self._tensors = [tensor for watch in watches for mark in watch.marks.values() for tensor in mark.tensors
                          if not tensor.is_inference() and not _is_trained(tensor)]
         self._versions = list(map(_version_of, self._tensors))
+        self._storages = list(map(storage_of, self._tensors))
 
     def is_same(self) -> bool:
         try:
@@ -362,7 +364,8 @@ class Identities:
         except (ValueError, RuntimeError):  # it is gone, or another thread changes it
             return False
         return len(now) == len(self._there) and all(map(is_, now, self._there)) and (
-            list(map(_version_of, self._tensors)) == self._versions)
+            list(map(_version_of, self._tensors)) == self._versions) and (
+            list(map(storage_of, self._tensors)) == self._storages)  # of tensor.data = other, which counts nothing
 
 
 def _sample(value: Any) -> list[Any]:
@@ -384,7 +387,7 @@ def _is_trained(value: object) -> bool:
 
 def _version(value: Any) -> object:
     if isinstance(value, Tensor):
-        return 0 if value.is_inference() or _is_trained(value) else value._version
+        return 0 if value.is_inference() or _is_trained(value) else (value._version, storage_of(value))
     return crc32(objects.bytes_of(value, _SAMPLED))
 
 

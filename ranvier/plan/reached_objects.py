@@ -288,9 +288,8 @@ def tensors_in(found: Iterable[Reached]) -> Iterator[tuple[str, Tensor]]:
 
 
 def _may_change(value: object) -> bool:
-    return (objects.is_whole(value) and not isinstance(value, tuple)) or is_of_user(value) or _has_buffers(value) or (
-        isinstance(value, type | ModuleType) and not is_foreign(value)) or (
-        isinstance(value, FunctionType) and not is_foreign(value))
+    return isinstance(value, nn.Module) or (objects.is_whole(value) and not isinstance(value, tuple)) or (
+        is_of_user(value)) or (isinstance(value, type | ModuleType | FunctionType) and not is_foreign(value))
 
 
 def _only_changes(value: object) -> bool:

@@ -312,6 +312,28 @@ def a_tensor_in_place():
     return four(follow)
 
 
+def a_tensor_by_its_data():
+    scale = torch.ones(())
+
+    def follow(block, x, y):
+        if block.number == 0:
+            scale.data = x.abs().mean()
+        return y * scale if block.number == 3 else y
+    return four(follow)
+
+
+def a_module_of_torch():
+    def follow(block, x, y):
+        if block.number == 0:
+            model.scale = float(x.abs().mean())
+        return y * model.scale if block.number == 3 else y
+
+    blocks, loss = four(follow)
+    model = nn.Sequential(*blocks)
+    model.scale = 1.0
+    return model, loss
+
+
 def a_registered_module():
     context = nn.Module()
     context.__class__ = type("Context", (nn.Module,), {"__module__": __name__})
@@ -342,8 +364,8 @@ def from_the_loss():
 @pytest.mark.parametrize("make", [
     detached, a_mask, a_number_by_computed_names, a_closure_variable, a_counted_layer, a_mark_of_the_first_block,
     a_class_attribute, a_default_argument, an_array, by_bound_methods_of_a_list,
-    by_a_method_that_a_text_names, a_new_attribute_of_a_function, a_tensor_in_place, a_registered_module,
-    from_the_loss])
+    by_a_method_that_a_text_names, a_new_attribute_of_a_function, a_tensor_in_place, a_tensor_by_its_data,
+    a_module_of_torch, a_registered_module, from_the_loss])
 def test_values_without_gradients_that_another_stage_would_read_are_refused(make):
     with pytest.raises(ModelError) as caught:
         train(make, Mesh(pipe=2))
