@@ -195,7 +195,8 @@ def test_the_configuration_beside_a_tokenizer_neither_blocks_nor_overflows(tmp_p
 
     for name in ("tokenizer_config.json", "config.json", "tokenizer.json"):
         (tmp_path / name).write_text("[" * 50_000) if nested else os.mkfifo(tmp_path / name)
-    assert tokenizer._named_beside(tmp_path / "tokenizer.json", "eos_token") is None
+    with raises("file-beside-tokenizer-unreadable"):
+        tokenizer._named_beside(tmp_path / "tokenizer.json", "eos_token")
     assert json_object(tmp_path / "tokenizer_config.json", 1 << 20) == {} and _vocab_of(tmp_path, 7) == 7
     with pytest.raises(DataError, match="nested too deeply" if nested else "not a regular file"):
         tokenizer.load(tmp_path / "tokenizer.json")

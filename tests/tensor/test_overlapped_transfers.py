@@ -264,7 +264,7 @@ def test_a_gather_may_end_while_it_is_saved(stationary):
             layer(x).sum().backward()
         assert not pending and x.grad.isfinite().all()
 
-    def late_gather(gather, pending, output, tensor, dim=0):
+    def late_gather(gather, pending, output, tensor, dim=0, buffer=None):
         whole = torch.empty_like(output)
         gather(whole, tensor, dim).wait()
         pending.append(lambda: output.copy_(whole))
