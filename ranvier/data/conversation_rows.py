@@ -14,13 +14,13 @@ from ranvier.errors import DataError
 from ranvier.system.untrusted_file import parse_json
 
 MESSAGES_SETTING = "data.messages-column"
-_TOOLS, _VARIABLES = "tools", "chat_template_kwargs"
-"""Columns with the chat template's other inputs: functions, and further variables."""
+_SYSTEM, _TOOLS, _VARIABLES = "system", "tools", "chat_template_kwargs"
+"""Columns with a system message, and with the chat template's other inputs: functions, and further variables."""
 _REFUSED = ("functions", "documents", "weight", "train")
 """Columns that other programs read and that would have no effect here."""
 _LEARNT: Mapping[str, tuple[object, object]] = {"weight": (0, 1), "train": (False, True)}
 """Keys of messages -> the values for a turn that is not learnt and for a turn that is."""
-OTHER_COLUMNS = (_TOOLS, _VARIABLES, *_REFUSED)
+OTHER_COLUMNS = (_SYSTEM, _TOOLS, _VARIABLES, *_REFUSED)
 """Columns that are read in addition to the messages, if a table has them."""
 
 
@@ -32,13 +32,30 @@ def conversation_of(row: Row, column: str = "messages") -> Conversation:
         raise row.error("column-without-effect", f"has a column {refused} of a conversation, which has no effect here",
                         row.values[refused], "Leave the column out of the data set; `weight` and `train` belong to "
                         "messages, functions into `tools`.")
-    messages = _messages(row, column)
+    messages = _with_system(row, _messages(row, column))
     unlearnt = frozenset(number for number, message in enumerate(messages) if not _is_learnt(message, row.place))
     tools = _parse_field(row, _TOOLS, list, 'Give a list of JSON schemas, for example [{"type": "function", ...}].')
     variables = _parse_field(row, _VARIABLES, dict, 'Give an object, for example {"enable_thinking": false}.')
     plain = [{key: value for key, value in message.items() if key not in _LEARNT} for message in messages]
     return Conversation(messages=plain, unlearnt=unlearnt, tools=tools or None, variables=variables or {},
                         place=row.place)
+
+
+def _with_system(row: Row, messages: Sequence[Message]) -> Sequence[Message]:
+    """The messages, after that of the column `system` unless they begin with a system message."""
+    text = row.values.get(_SYSTEM)
+    if not text or (messages and messages[0]["role"] == "system"):
+        return messages
+    return [{"role": "system", "content": text_in(row, _SYSTEM)}, *messages]
+
+
+def text_in(row: Row, column: str) -> str:
+    """The text in a column."""
+    value = row.values.get(column)
+    if not isinstance(value, str):
+        raise row.error("form-column-not-text", f"has no text in `{column}`", value,
+                        "Give a text, or a function that makes messages of rows: `--data.form`.")
+    return value
 
 
 def _parse_field(row: Row, column: str, kind: type, remedy: str) -> Any:
@@ -197,6 +214,7 @@ def turns_in(row: Row, column: str, role: str) -> list[Message]:
 
 def with_answer(row: Row, context: Sequence[Message], answer: Sequence[Message]) -> Conversation:
     """The conversation with only the answer learnt. row: gives its other fields."""
+    context = _with_system(row, context)
     found = conversation_of(replace(row, values={**row.values, "messages": [*context, *answer]}))
     earlier = (number for number, message in enumerate(context) if message["role"] == "assistant")
     return replace(found, unlearnt=found.unlearnt.union(earlier))

@@ -23,7 +23,14 @@ from ranvier.config.named_object import blame_user_code, is_object_name, load_ob
 from ranvier.config.run import Data
 from ranvier.data.cache import fingerprint
 from ranvier.data.chat_template import Conversation, Message
-from ranvier.data.conversation_rows import MESSAGES_SETTING, OTHER_COLUMNS, conversation_of, turns_in, with_answer
+from ranvier.data.conversation_rows import (
+    MESSAGES_SETTING,
+    OTHER_COLUMNS,
+    conversation_of,
+    text_in,
+    turns_in,
+    with_answer,
+)
 from ranvier.data.tables import Row, Table
 from ranvier.errors import DataError
 from ranvier.system.untrusted_file import parse_json
@@ -74,12 +81,11 @@ def form_of_table(table: Table, data: Data) -> RowForm:
             column = column or table.column(data.messages_column, _MESSAGES, MESSAGES_SETTING)
             read, words = ((_sharegpt, "ShareGPT form") if name == "sharegpt" else
                            (conversation_of, "OpenAI's form"))
-            found = RowForm(words=words, columns=(column,), more=(*OTHER_COLUMNS, "system")
-                            if name == "sharegpt" else OTHER_COLUMNS, read=partial(read, column=column),
+            found = RowForm(words=words, columns=(column,), more=OTHER_COLUMNS, read=partial(read, column=column),
                             fingerprint=f"{name} {column}")
         case "alpaca":
             found = RowForm(words="Alpaca form", columns=("instruction", "output"), fingerprint=name,
-                            more=("input", "system", "history", *OTHER_COLUMNS), read=_alpaca)
+                            more=("input", "history", *OTHER_COLUMNS), read=_alpaca)
         case _:
             found = RowForm(words="the form of prompts and completions", columns=("prompt", "completion"),
                             more=OTHER_COLUMNS, read=_prompt_completion, fingerprint=name)
@@ -116,7 +122,7 @@ def _sharegpt(row: Row, column: str) -> Conversation:
     remedy = 'Give a list of turns, for example [{"from": "human", "value": "..."}, {"from": "gpt", "value": "..."}].'
     if not isinstance(value, list) or not value:
         raise row.error("not-a-conversation", "is not a conversation", value, remedy)
-    messages = _system(row)
+    messages: list[Message] = []
     for turn in value:
         if not isinstance(turn, dict) or not isinstance(turn.get("value"), str) or (
                 turn.get("from") not in _SHAREGPT_ROLES):
@@ -143,17 +149,17 @@ def _call(row: Row, text: str) -> Mapping[str, Any]:
 
 
 def _alpaca(row: Row) -> Conversation | None:
-    instruction, output = (_text(row, name) for name in ("instruction", "output"))
+    instruction, output = (text_in(row, name) for name in ("instruction", "output"))
     if not output.strip():
         return None
-    messages, more = _system(row), row.values.get("input")
+    messages, more = list[Message](), row.values.get("input")
     history = row.values.get("history") or []
     if not isinstance(history, list) or not all(isinstance(turn, list) and len(turn) == 2 for turn in history):
         raise row.error("not-an-alpaca-history", "has a `history` that is not a list of questions and answers", history,
                         'Give for example [["...", "..."]].')
     for question, answer in history:
         messages += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
-    question = instruction if more in (None, "") else f"{instruction}\n\n{_text(row, 'input')}"
+    question = instruction if more in (None, "") else f"{instruction}\n\n{text_in(row, 'input')}"
     messages += [{"role": "user", "content": question}, {"role": "assistant", "content": output}]
     return conversation_of(_with_messages(row, messages))
 
@@ -193,18 +199,6 @@ def function_fingerprint(name: str) -> str:
     except (KeyError, OSError, TypeError):  # a module without a file
         source = ""
     return fingerprint(name, source)
-
-
-def _system(row: Row) -> list[Message]:
-    return [{"role": "system", "content": _text(row, "system")}] if row.values.get("system") else []
-
-
-def _text(row: Row, column: str) -> str:
-    value = row.values.get(column)
-    if not isinstance(value, str):
-        raise row.error("form-column-not-text", f"has no text in `{column}`", value,
-                        "Give a text, or a function that makes messages of rows: `--data.form`.")
-    return value
 
 
 def _with_messages(row: Row, messages: Sequence[Message]) -> Row:

@@ -63,6 +63,7 @@ def test_forms_of_pairs(row):
 def test_turns_of_the_assistant_before_the_answer_are_not_learnt():
     context = [SYSTEM, USER, EARLIER, USER]
     for row in ({"prompt": context, "chosen": "4", "rejected": "55"},
+                {"system": "Count.", "prompt": context[1:], "chosen": "4", "rejected": "55"},
                 {"chosen": [*context, RIGHT], "rejected": [*context, WRONG]}):
         pair = pair_of(Row("here", row))
         assert list(pair.rejected.messages) == [*context, WRONG]

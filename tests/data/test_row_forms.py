@@ -28,6 +28,10 @@ ROWS = {
         [USER, ANSWER], "OpenAI's form"),
     "sharegpt": ({"conversations": [{"from": "human", "value": "Hello?"}, {"from": "gpt", "value": "Hi."}]},
                  [USER, ANSWER], "ShareGPT form"),
+    "messages with a system text": ({"system": "Be brief.", "messages": [USER, ANSWER]}, [SYSTEM, USER, ANSWER],
+                                    "OpenAI's form"),
+    "messages with two system texts": ({"system": "Be long.", "messages": [SYSTEM, USER, ANSWER]},
+                                       [SYSTEM, USER, ANSWER], "OpenAI's form"),
     "sharegpt with a system text": ({"system": "Be brief.", "conversations": [
         {"from": "human", "value": "Hello?"}, {"from": "gpt", "value": "Hi."}]}, [SYSTEM, USER, ANSWER],
         "ShareGPT form"),
@@ -67,9 +71,11 @@ def test_messages_come_before_other_columns(tmp_path):
 
 
 def test_answers_in_a_prompt_are_not_learnt(tmp_path):
-    name = written(tmp_path / "rows.jsonl", {"prompt": [USER, ANSWER, USER], "completion": "Hi."})
-    found, = conversations(name, "train", Data())
-    assert found.unlearnt == {1}
+    row = {"prompt": [USER, ANSWER, USER], "completion": "Hi."}
+    name = written(tmp_path / "rows.jsonl", row, row | {"system": "Be brief."})
+    first, second = conversations(name, "train", Data())
+    assert (first.unlearnt, second.unlearnt) == ({1}, {2})
+    assert list(second.messages) == [SYSTEM, *first.messages]
 
 
 def test_calls_of_functions(tmp_path):
@@ -115,6 +121,7 @@ def test_keys_that_arrow_adds_are_no_part_of_calls_and_tools(tmp_path):
     ({"conversations": [{"from": "narrator", "value": "a"}]}, {}, "not-a-sharegpt-turn"),
     ({"conversations": [{"from": "function_call", "value": "a"}]}, {}, "not-a-function-call"),
     ({"instruction": 3, "output": "b"}, {}, "form-column-not-text"),
+    ({"system": 3, "messages": [USER, ANSWER]}, {}, "form-column-not-text"),
     ({"instruction": "a", "output": "b", "history": [["a"]]}, {}, "not-an-alpaca-history"),
     ({"prompt": 3, "completion": "b"}, {}, "not-a-turn")])
 def test_what_is_no_such_form_is_refused(tmp_path, row, data, code):
