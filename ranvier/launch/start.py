@@ -324,12 +324,14 @@ def _first_folder() -> Path | None:
     """The folder in which this program was started, which it may have left since; None if that cannot be told."""
     main = sys.modules.get("__main__")
     file, spec = getattr(main, "__file__", None) or "", getattr(main, "__spec__", None)
-    if spec is not None:  # python -m searches that folder first
+    if spec is not None and spec.name != "__main__":  # python -m searches that folder first
         root = Path(file).parents[spec.name.count(".")] if file else None
-        return root if not sys.flags.safe_path and str(root) == sys.path[0] else None
+        return root if not sys.flags.safe_path and str(root) == sys.path[0] and os.getcwd() not in sys.path else None
+    if spec is not None:  # of a folder or zip file, which is the script
+        file = os.path.dirname(file)
     script = next((word for word in (word.removeprefix("./") for word in sys.orig_argv[1:])
-                   if file.endswith(f"{os.sep}{word}")), None)
-    return None if script is None else Path(file.removesuffix(script))
+                   if f"{os.sep}{file}".endswith(f"{os.sep}{word}")), file)
+    return Path(file.removesuffix(script)) if script != file else None
 
 
 def _run_local_ranks(mesh: Mesh, transport: str, launch: Launch, rerun: Sequence[str] | None,
@@ -337,11 +339,11 @@ def _run_local_ranks(mesh: Mesh, transport: str, launch: Launch, rerun: Sequence
                      explain_stop: Callable[[], str] | None = None) -> int:
     """Supervise the ranks, and restart them as `restart` says; returns the exit code."""
     command: Sequence[str] = rerun if rerun is not None else rerun_command()
-    if rerun is None and (folder := _first_folder()) is not None:
-        os.chdir(folder)  # the command is that of a user's program, and its paths are relative to this folder
     if threading.current_thread() is not threading.main_thread():
         raise LaunchError("can start ranks only from the main thread", code="start-from-thread", where="launch",
                           remedy="Call ranvier.start before starting threads.")
+    if rerun is None and (folder := _first_folder()) is not None:
+        os.chdir(folder)  # the command is that of a user's program, and its paths are relative to this folder
     from ranvier.launch.supervision import supervise  # not needed on ranks
 
     chosen = choose_transport(transport, None, choose_device(launch.device, mesh.size).value)

@@ -1,7 +1,10 @@
 """The values that `auto` resolves to, and settings that cannot work here."""
 
+import os
 import sys
 from functools import partial
+from importlib.machinery import ModuleSpec
+from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -82,6 +85,25 @@ def test_too_few_cuda_devices(monkeypatch):
 def test_rerun_command(monkeypatch, arguments, main, expected):
     _pretend(monkeypatch, arguments, main)
     assert launch.rerun_command() == [sys.executable, *expected]
+
+
+@pytest.mark.parametrize(("arguments", "file", "name", "path", "expected"), [
+    (["sub/t.py"], "/a/sub/t.py", None, "/a/sub", "/a"), (["./t.py"], "/a/t.py", None, "/a", "/a"),
+    (["/a/t.py", "--entry", "t.py"], "/a/t.py", None, "/a", None), (["-c", "t"], None, None, "", None),
+    (["sub/app"], "/a/sub/app/__main__.py", "__main__", "/a/sub/app", "/a"),
+    (["app.pyz"], "/a/app.pyz/__main__.py", "__main__", "/a/app.pyz", "/a"),
+    (["-m", "sub.t"], "/a/sub/t.py", "sub.t", "/a", "/a"), (["-m", "sub.t"], "/a/sub/t.py", "sub.t", "/b", None),
+    (["-m", "sub.t"], "/a/sub/t.py", "sub.t", "/a", None)])
+def test_the_folder_in_which_a_program_was_started(monkeypatch, arguments, file, name, path, expected):
+    """The last program, started elsewhere, has put its own folder first among those of modules."""
+    main = ModuleType("__main__")
+    main.__spec__ = None if name is None else ModuleSpec(name, None)
+    if file is not None:
+        main.__file__ = file
+    monkeypatch.setitem(sys.modules, "__main__", main)
+    monkeypatch.setattr(sys, "orig_argv", ["python", *arguments])
+    monkeypatch.setattr(sys, "path", [path, *([] if expected else [os.getcwd()])])
+    assert launch._first_folder() == (None if expected is None else Path(expected))
 
 
 @pytest.mark.parametrize(("arguments", "main", "prompt", "code"), [
