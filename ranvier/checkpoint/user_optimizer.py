@@ -29,15 +29,18 @@ def groups_of(optimizer: torch.optim.Optimizer, names: Mapping[nn.Parameter, str
                      type(optimizer).__name__)
     found = []
     for group in optimizer.param_groups:
-        settings = {key: _to_plain(key, value) for key, value in group.items() if key not in _BESIDE}
         numbers = {kind for parameter in group["params"] for kind, value in optimizer.state.get(parameter, {}).items()
                    if _is_number(kind, value)}
-        found.append(OptimizerGroup(settings=settings, numbers=tuple(sorted(numbers)), parameters=tuple(
+        found.append(OptimizerGroup(settings=_settings_of(group), numbers=tuple(sorted(numbers)), parameters=tuple(
             names[parameter] for parameter in group["params"] if parameter in names)))
     for parameter in optimizer.state:
         if not isinstance(parameter, Tensor) and optimizer.state[parameter]:
             raise _error("optimizer-state-of-no-parameter", "has a state that belongs to no parameter", str(parameter))
     return found
+
+
+def _settings_of(group: Mapping[str, Any]) -> dict[str, object]:
+    return {key: _to_plain(key, value) for key, value in group.items() if key not in _BESIDE}
 
 
 def _to_plain(key: str, value: object) -> object:
@@ -79,11 +82,13 @@ def merge_groups(groups: Iterable[Mapping[str, Any]]) -> tuple[OptimizerGroup, .
 def saved_groups(optimizer: torch.optim.Optimizer, names: Mapping[nn.Parameter, str], saved: Iterable[OptimizerGroup],
                  where: str) -> list[tuple[dict[str, Any], OptimizerGroup]]:
     """Each group of the optimizer with parameters that are in the checkpoint, and the saved group; if all were frozen
-    there, the only saved group like it. CheckpointError if their settings differ there, if several groups are like it,
-    or if it has parameters of this rank that no group has."""
+    there, the only saved group like it, unless a group with other settings also is, or was, that one. CheckpointError
+    if their settings differ there, if several groups are like it, or if it has parameters of this rank that no group
+    has."""
     saved = tuple(saved)
     of = {name: group for group in saved for name in group.parameters}
-    found = []
+    found: list[tuple[dict[str, Any], OptimizerGroup]] = []
+    by_likeness: list[tuple[dict[str, Any], OptimizerGroup]] = []
     for parameter in names.keys() - {parameter for group in optimizer.param_groups for parameter in group["params"]}:
         if names[parameter] in of:
             raise CheckpointError(f"has {names[parameter]} in a group of the optimizer, and this optimizer lacks it",
@@ -106,14 +111,15 @@ def saved_groups(optimizer: torch.optim.Optimizer, names: Mapping[nn.Parameter, 
                                   remedy="Give each group a name of its own when you make the optimizer, as in "
                                          '{"params": ..., "name": "biases"}, before the checkpoint is written.')
         found += [(group, saved_group) for saved_group, _ in known.values()]
-        found += [(group, saved_group) for saved_group in alike if len(alike) == 1]
-    return found
+        by_likeness += [(group, saved_group) for saved_group in alike if len(alike) == 1]
+    return [*found, *((group, saved_group) for group, saved_group in by_likeness if all(
+        _settings_of(other) == _settings_of(group) for other, also in (*found, *by_likeness) if also is saved_group))]
 
 
 def _groups_like(group: Mapping[str, Any], saved: Iterable[OptimizerGroup]) -> list[OptimizerGroup]:
     """The saved groups with the settings of `group`, or, if none has all of them, those that differ only in what a
     schedule changes. Schedulers also add settings."""
-    own = {key: _to_plain(key, value) for key, value in group.items() if key not in _BESIDE}
+    own = _settings_of(group)
     alike = {json.dumps(each.settings, sort_keys=True): each for each in saved
              if all(each.settings[key] == own[key] for key in each.settings.keys() & own.keys() - _SCHEDULED)}
     same = [each for each in alike.values() if each.settings == own]

@@ -270,6 +270,25 @@ def test_groups_whose_parameters_were_all_frozen(mesh, tmp_path):
         run_ranks(lambda world: rank(world, 0, (0.2, 0.2), 0.1), mesh.size)
 
 
+def test_a_new_group_with_a_learning_rate_of_its_own_keeps_it(tmp_path):
+    """The checkpoint has one group, of the last block. The new group, of blocks that were frozen, is another one."""
+    def rank(world, frozen, rates):
+        model = replace(chain(Plain, Plain), layers=(("b0",),))
+        engine = Engine(model, world, frozen=frozen, seed=SEED, dtype=torch.float64, optimizer=lambda parameters:
+                        torch.optim.SGD([{"params": parameters[-2:], "lr": rates[0]},
+                                         *({"params": parameters[:-2], "lr": rate} for rate in rates[1:])]))
+        checkpoints = Checkpoints(engine, tmp_path)
+        if frozen:
+            checkpoints.save()
+        else:
+            checkpoints.load()
+        checkpoints.close()
+        return [group["lr"] for group in engine.optimizer.param_groups]
+
+    run_ranks(lambda world: rank(world, 1, [0.1]), 1)
+    assert run_ranks(lambda world: rank(world, 0, [0.05, 0.01]), 1) == [[0.1, 0.01]]
+
+
 @pytest.mark.parametrize("mesh", [Mesh(), Mesh(pipe=2)], ids=str)
 def test_a_group_that_is_added_later_is_added_before_the_load(mesh, tmp_path):
     """Otherwise the group's settings and states have no place, and the load fails."""
