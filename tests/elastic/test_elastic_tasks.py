@@ -32,7 +32,6 @@ def write_questions(path, numbers):
     path.write_text(json.dumps({"version": "1.1", "data": [{"title": "colours", "paragraphs": paragraphs}]}))
 
 
-@pytest.mark.slow
 def test_questions_are_answered_alike_on_every_mesh(tmp_path):
     """Contexts are longer than a window, so a question has several windows, which are on several replicas."""
     for name, numbers in (("train", range(24)), ("eval", range(24, 31))):

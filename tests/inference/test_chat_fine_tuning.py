@@ -44,7 +44,6 @@ def trained(run):
     return {name: saved.read("parameter", name) for name in saved.manifest.tensors["parameter"] if is_adapter(name)}
 
 
-@pytest.mark.slow
 def test_chat_fine_tuning_from_import_to_text(base, tmp_path, capsys):
     run = resolve_pretrained(Run(
         mesh=Mesh(data=2, pipe=2), batch=Batch(global_size=8, microbatch_size=2), precision="fp64",
