@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import dis
 import functools
+import random
 import sys
 from collections import ChainMap, Counter, OrderedDict, UserDict, UserList, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator
@@ -288,8 +289,11 @@ def tensors_in(found: Iterable[Reached]) -> Iterator[tuple[str, Tensor]]:
 
 
 def _may_change(value: object) -> bool:
-    return isinstance(value, nn.Module) or (objects.is_whole(value) and not isinstance(value, tuple)) or (
-        is_of_user(value)) or (isinstance(value, type | ModuleType | FunctionType) and not is_foreign(value))
+    if isinstance(value, nn.Module) or is_of_user(value):
+        return True
+    if isinstance(value, type | ModuleType | FunctionType):
+        return not is_foreign(value)
+    return objects.is_whole(value) and not isinstance(value, tuple) and value is not random._inst  # Python's own
 
 
 def _only_changes(value: object) -> bool:

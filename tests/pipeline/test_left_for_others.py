@@ -1,8 +1,11 @@
 """Values that a forward leaves outside the carried state, where code of another stage would find them in a plain loop:
 refused by name, and accepted if nothing else reads them or each stage makes the same."""
 
+import random
 import sys
 import threading
+from random import random as draw
+from random import uniform
 from types import ModuleType, SimpleNamespace
 from typing import ClassVar
 
@@ -429,6 +432,10 @@ def made_first_or_only_counted():
     return four(follow)
 
 
+def drawn_from_pythons_own_generator():
+    return four(lambda block, x, y: y * (2 if random.random() < uniform(2, 3) < 3 + draw() else 1))
+
+
 def of_each_sibling_its_own():
     def follow(block, x, y):
         return y * len(siblings)
@@ -455,6 +462,7 @@ def normalised_beside_a_loss_that_has_the_model():
 
 @pytest.mark.filterwarnings("ignore:.*weight_norm.*:FutureWarning")
 @pytest.mark.parametrize(("make", "mesh"), [(made_alike, Mesh(pipe=2)), (made_first_or_only_counted, Mesh(pipe=2)),
+                                            (drawn_from_pythons_own_generator, Mesh(pipe=2)),
                                             (of_each_sibling_its_own, Mesh(pipe=2)), (read_by_nobody, Mesh(pipe=2)),
                                             (normalised_beside_a_loss_that_has_the_model, Mesh(pipe=2)),
                                             (read_by_a_list, Mesh()), (in_an_object, Mesh()), (by_hooks, Mesh())])
