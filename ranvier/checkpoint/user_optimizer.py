@@ -82,13 +82,11 @@ def merge_groups(groups: Iterable[Mapping[str, Any]]) -> tuple[OptimizerGroup, .
 def saved_groups(optimizer: torch.optim.Optimizer, names: Mapping[nn.Parameter, str], saved: Iterable[OptimizerGroup],
                  where: str) -> list[tuple[dict[str, Any], OptimizerGroup]]:
     """Each group of the optimizer with parameters that are in the checkpoint, and the saved group; if all were frozen
-    there, the only saved group like it, unless a group with other settings also is, or was, that one. CheckpointError
-    if their settings differ there, if several groups are like it, or if it has parameters of this rank that no group
-    has."""
+    there, the only saved group like it that is not that of a group with other settings. CheckpointError if their
+    settings differ there, if several groups are like it, or if it has parameters of this rank that no group has."""
     saved = tuple(saved)
     of = {name: group for group in saved for name in group.parameters}
     found: list[tuple[dict[str, Any], OptimizerGroup]] = []
-    by_likeness: list[tuple[dict[str, Any], OptimizerGroup]] = []
     for parameter in names.keys() - {parameter for group in optimizer.param_groups for parameter in group["params"]}:
         if names[parameter] in of:
             raise CheckpointError(f"has {names[parameter]} in a group of the optimizer, and this optimizer lacks it",
@@ -103,17 +101,27 @@ def saved_groups(optimizer: torch.optim.Optimizer, names: Mapping[nn.Parameter, 
                                   "this optimizer has both", code="optimizer-groups-differ", where=where,
                                   value=type(optimizer).__name__,
                                   remedy="Group parameters as the program that wrote it did.")
-        alike = [] if known else _groups_like(group, saved)
+        found += [(group, saved_group) for saved_group, _ in known.values()]
+    by_likeness: list[tuple[dict[str, Any], OptimizerGroup]] = []
+    for number, group in enumerate(optimizer.param_groups):
+        alike = [] if any(other is group for other, _ in found) else [
+            each for each in _groups_like(group, saved) if not _is_of_others(each, group, found)]
         if len(alike) > 1 and any(parameter in names for parameter in group["params"]):
             raise CheckpointError(f"has none of the parameters of group {number} of this optimizer in a group, and "
-                                  f"{len(alike)} groups like it, whose learning rates or momenta have changed since",
+                                  f"{len(alike)} groups like it, with other learning rates or momenta",
                                   code="optimizer-groups-alike", where=where, value=type(optimizer).__name__,
                                   remedy="Give each group a name of its own when you make the optimizer, as in "
                                          '{"params": ..., "name": "biases"}, before the checkpoint is written.')
-        found += [(group, saved_group) for saved_group, _ in known.values()]
         by_likeness += [(group, saved_group) for saved_group in alike if len(alike) == 1]
-    return [*found, *((group, saved_group) for group, saved_group in by_likeness if all(
-        _settings_of(other) == _settings_of(group) for other, also in (*found, *by_likeness) if also is saved_group))]
+    return found + [(group, saved_group) for group, saved_group in by_likeness
+                    if not _is_of_others(saved_group, group, by_likeness)]
+
+
+def _is_of_others(saved_group: OptimizerGroup, group: Mapping[str, Any],
+                  found: Iterable[tuple[Mapping[str, Any], OptimizerGroup]]) -> bool:
+    """Whether a saved group is that of a group with other settings than `group`."""
+    return any(each.settings == saved_group.settings and _settings_of(other) != _settings_of(group)
+               for other, each in found)
 
 
 def _groups_like(group: Mapping[str, Any], saved: Iterable[OptimizerGroup]) -> list[OptimizerGroup]:

@@ -270,13 +270,17 @@ def test_groups_whose_parameters_were_all_frozen(mesh, tmp_path):
         run_ranks(lambda world: rank(world, 0, (0.2, 0.2), 0.1), mesh.size)
 
 
-def test_a_new_group_with_a_learning_rate_of_its_own_keeps_it(tmp_path):
-    """The checkpoint has one group, of the last block. The new group, of blocks that were frozen, is another one."""
+@pytest.mark.parametrize("saved", [[0.1], [0.1, 0.2]])
+def test_a_new_group_with_a_learning_rate_of_its_own_keeps_it(saved, tmp_path):
+    """The checkpoint has the groups of the last block. The new group, of a block that was frozen, is another one."""
     def rank(world, frozen, rates):
-        model = replace(chain(Plain, Plain), layers=(("b0",),))
-        engine = Engine(model, world, frozen=frozen, seed=SEED, dtype=torch.float64, optimizer=lambda parameters:
-                        torch.optim.SGD([{"params": parameters[-2:], "lr": rates[0]},
-                                         *({"params": parameters[:-2], "lr": rate} for rate in rates[1:])]))
+        def optimizer(parameters):
+            parts = [parameters[-2:]] if len(saved) == 1 else [[parameters[-2]], [parameters[-1]]]
+            return torch.optim.SGD([{"params": part, "lr": rate}
+                                    for part, rate in zip([*parts, parameters[:-2]], rates, strict=False)])
+
+        engine = Engine(replace(chain(Plain, Plain), layers=(("b0",),)), world, frozen=frozen, seed=SEED,
+                        dtype=torch.float64, optimizer=optimizer)
         checkpoints = Checkpoints(engine, tmp_path)
         if frozen:
             checkpoints.save()
@@ -285,8 +289,8 @@ def test_a_new_group_with_a_learning_rate_of_its_own_keeps_it(tmp_path):
         checkpoints.close()
         return [group["lr"] for group in engine.optimizer.param_groups]
 
-    run_ranks(lambda world: rank(world, 1, [0.1]), 1)
-    assert run_ranks(lambda world: rank(world, 0, [0.05, 0.01]), 1) == [[0.1, 0.01]]
+    run_ranks(lambda world: rank(world, 1, saved), 1)
+    assert run_ranks(lambda world: rank(world, 0, [0.05 * rate for rate in saved] + [0.01]), 1) == [[*saved, 0.01]]
 
 
 @pytest.mark.parametrize("mesh", [Mesh(), Mesh(pipe=2)], ids=str)
