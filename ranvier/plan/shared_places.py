@@ -19,10 +19,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import count
 from types import FunctionType, ModuleType
 from typing import Any, NamedTuple
 
-from torch import nn
+from torch import Tensor, nn
 
 from ranvier.originals.object_contents import entries_of, is_whole
 from ranvier.originals.same_memory import ByMemory
@@ -112,8 +113,25 @@ def shared_places(reaches: Mapping[int, CodeReach]) -> tuple[SharedPlace, ...]:
                 stages.setdefault(identity, []).append(stage)
     names = {stage: {id(value): name for name, value in reach.places().items()} for stage, reach in reaches.items()}
     several = [(identity, here) for identity, here in stages.items() if len(here) > 1]
-    return tuple(place for number, (identity, here) in enumerate(several)
-                 for place in _places_of(identity, number, {stage: reaches[stage] for stage in here}, names))
+    places = (place for number, (identity, here) in enumerate(several)
+              for place in _places_of(identity, number, {stage: reaches[stage] for stage in here}, names))
+    return (*places, *_over_one_memory(reaches, len(several), names))
+
+
+def _over_one_memory(reaches: Mapping[int, CodeReach], first: int, names_of: Mapping[int, Mapping[int, PlaceName]]
+                     ) -> Iterator[SharedPlace]:
+    """Yield the tensors of a stage over whose memory code of another stage reads another tensor, such as a view. first:
+    their first number."""
+    tensors = [(stage, one.value) for stage, reach in reaches.items() for one in reach.found.values()
+               if isinstance(one.value, Tensor)]
+    memory, number = ByMemory(((stage, tensor), tensor) for stage, tensor in tensors), count(first)
+    for stage, tensor in tensors:
+        for other, theirs in memory.overlapping(tensor):
+            if other != stage and id(theirs) not in reaches[stage].found and reaches[other].reads(theirs):
+                yield SharedPlace(stage=stage, at=names_of[stage][id(tensor)], number=next(number),
+                                  other=f"in the memory of {names_of[other][id(theirs)].path}", stages=(stage, other),
+                                  read=frozenset({None}), agreed=frozenset())
+                break
 
 
 def _places_of(identity: int, number: int, reaches: Mapping[int, CodeReach],

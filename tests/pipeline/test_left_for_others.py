@@ -133,6 +133,24 @@ def read_by_the_loss():
     return blocks, lambda y, t: (squared(y, t)[0] + sum(block.penalty for block in blocks), t.numel())
 
 
+class InTable(Penalised):
+    """Writes its penalty into its part of a table; the last one reads another part."""
+
+    def __init__(self, part, read=None):
+        super().__init__(lambda _, penalty: part.fill_(penalty.detach()), None if read is None else lambda: read.sum())
+        self.part, self.read = part, read
+
+
+def in_a_part_of_a_table():
+    table = torch.zeros(4, dtype=torch.float64)
+    return [*(InTable(table[number]) for number in range(3)), InTable(table[3], read=table)], squared
+
+
+def in_parts_of_a_table_that_do_not_overlap():
+    table = torch.zeros(4, dtype=torch.float64)
+    return [*(InTable(table[number]) for number in range(3)), InTable(table[3], read=table[3:])], squared
+
+
 def train(make, mesh, **options):
     models = [make() for _ in range(mesh.size)]
     batches = points([[2, 1, 3]])
@@ -150,7 +168,7 @@ def train(make, mesh, **options):
 @pytest.mark.parametrize(("make", "attribute"), [
     (read_by_a_list, "penalty"), (read_by_a_bound_method, "penalty"), (in_an_object, "context.total"),
     (in_a_global_object, "PENALTIES.total"), (in_a_class, "penalties"), (by_a_constructor, "all"), (by_hooks, "found"),
-    (read_by_the_loss, "penalty")])
+    (read_by_the_loss, "penalty"), (in_a_part_of_a_table, "part")])
 def test_what_another_stage_would_find_is_refused(make, attribute, options):
     with raises("shared-container-changes") as caught:
         train(make, Mesh(pipe=2), **options)
@@ -464,8 +482,10 @@ def normalised_beside_a_loss_that_has_the_model():
 @pytest.mark.parametrize(("make", "mesh"), [(made_alike, Mesh(pipe=2)), (made_first_or_only_counted, Mesh(pipe=2)),
                                             (drawn_from_pythons_own_generator, Mesh(pipe=2)),
                                             (of_each_sibling_its_own, Mesh(pipe=2)), (read_by_nobody, Mesh(pipe=2)),
+                                            (in_parts_of_a_table_that_do_not_overlap, Mesh(pipe=2)),
                                             (normalised_beside_a_loss_that_has_the_model, Mesh(pipe=2)),
-                                            (read_by_a_list, Mesh()), (in_an_object, Mesh()), (by_hooks, Mesh())])
+                                            (read_by_a_list, Mesh()), (in_an_object, Mesh()), (by_hooks, Mesh()),
+                                            (in_a_part_of_a_table, Mesh())])
 def test_what_no_other_stage_would_find_is_taken(make, mesh):
     train(make, mesh)
 

@@ -267,6 +267,12 @@ def normed(kind, *arguments, count=4):
     return make
 
 
+def counted_over_one_memory():
+    ends = [Normed(Counting(True)) for _ in range(2)]
+    ends[1].norm.seen = ends[0].norm.seen.view(())
+    return [ends[0], Plain(), Plain(), ends[1]]
+
+
 PLACES = pytest.mark.parametrize("pipeline", [V_SHAPE, Pipeline(stages_per_rank=1)], ids=["one rank", "two ranks"])
 
 
@@ -287,9 +293,10 @@ def test_a_batch_norm_of_one_stage_is_taken():
 
 
 @PLACES
-@pytest.mark.parametrize("in_place", [True, False])
-def test_a_shared_buffer_that_training_changes_is_named_before_the_update(in_place, pipeline):
-    models = [normed(Counting, in_place)() for _ in range(2)]
+@pytest.mark.parametrize("make", [normed(Counting, True), normed(Counting, False), counted_over_one_memory],
+                         ids=["in place", "replaced", "a view"])
+def test_a_shared_buffer_that_training_changes_is_named_before_the_update(make, pipeline):
+    models = [make() for _ in range(2)]
     parameters = [parameter for end in (0, 3) for parameter in models[0][end].parameters()]
     before = [parameter.detach().clone() for parameter in parameters]
 
