@@ -120,18 +120,30 @@ def shared_places(reaches: Mapping[int, CodeReach]) -> tuple[SharedPlace, ...]:
 
 def _over_one_memory(reaches: Mapping[int, CodeReach], first: int, names_of: Mapping[int, Mapping[int, PlaceName]]
                      ) -> Iterator[SharedPlace]:
-    """Yield the tensors of a stage over whose memory code of another stage reads another tensor, such as a view. first:
-    their first number."""
-    tensors = [(stage, one.value) for stage, reach in reaches.items() for one in reach.found.values()
-               if isinstance(one.value, Tensor)]
-    memory, number = ByMemory(((stage, tensor), tensor) for stage, tensor in tensors), count(first)
-    for stage, tensor in tensors:
-        for other, theirs in memory.overlapping(tensor):
-            if other != stage and id(theirs) not in reaches[stage].found and reaches[other].reads(theirs):
-                yield SharedPlace(stage=stage, at=names_of[stage][id(tensor)], number=next(number),
-                                  other=f"in the memory of {names_of[other][id(theirs)].path}", stages=(stage, other),
-                                  read=frozenset({None}), agreed=frozenset())
+    """Yield the tensors and buffers of a stage over whose memory code of another stage reads another one, such as a
+    view. Buffers over each other are noticed by `shared_buffers`. first: their first number."""
+    tensors = [(stage, one, entry, tensor) for stage, reach in reaches.items() for one in reach.found.values()
+               for entry, tensor in _tensors_of(one.value)]
+    memory, number = ByMemory((of, of[-1]) for of in tensors), count(first)
+    for stage, one, entry, tensor in tensors:
+        for other, theirs, name, _ in memory.overlapping(tensor):
+            if other == stage or id(theirs.value) in reaches[stage].found or (one.is_part and theirs.is_part):
+                continue
+            if theirs.is_part or (reaches[other].reads(theirs.value) if name is None else
+                                  reaches[other].names_read(theirs.value, frozenset({name}))):
+                path = names_of[other][id(theirs.value)].path
+                yield SharedPlace(stage=stage, at=names_of[stage][id(one.value)], number=next(number),
+                                  other=f"in the memory of {path}" + (f".{name}" if name else ""),
+                                  stages=(stage, other), read=frozenset({entry}), agreed=frozenset())
                 break
+
+
+def _tensors_of(value: object) -> Iterable[tuple[str | None, Tensor]]:
+    """A tensor itself, and the buffers of a module, by their names."""
+    if isinstance(value, Tensor):
+        return [(None, value)]
+    buffers = value._buffers if isinstance(value, nn.Module) else {}
+    return [(name, buffer) for name, buffer in buffers.items() if buffer is not None]
 
 
 def _places_of(identity: int, number: int, reaches: Mapping[int, CodeReach],

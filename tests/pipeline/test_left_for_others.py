@@ -136,14 +136,29 @@ def read_by_the_loss():
 class InTable(Penalised):
     """Writes its penalty into its part of a table; the last one reads another part."""
 
-    def __init__(self, part, read=None):
-        super().__init__(lambda _, penalty: part.fill_(penalty.detach()), None if read is None else lambda: read.sum())
-        self.part, self.read = part, read
+    def __init__(self, part, read=None, *, hold=setattr):
+        super().__init__(lambda module, penalty: module.part.fill_(penalty.detach()))
+        hold(self, "part", part)
+        if read is not None:
+            hold(self, "read", read)
+            self.find = lambda: self.read.sum()
 
 
 def in_a_part_of_a_table():
     table = torch.zeros(4, dtype=torch.float64)
     return [*(InTable(table[number]) for number in range(3)), InTable(table[3], read=table)], squared
+
+
+def in_a_buffer_over_a_part_of_a_table():
+    table = torch.zeros(4, dtype=torch.float64)
+    return [InTable(table[0], hold=nn.Module.register_buffer), Penalised(), Penalised(),
+            InTable(torch.zeros(()), read=table)], squared
+
+
+def in_a_part_of_a_buffer():
+    table = torch.zeros(4, dtype=torch.float64)
+    return [InTable(table[0]), Penalised(), Penalised(),
+            InTable(torch.zeros(()), read=table, hold=nn.Module.register_buffer)], squared
 
 
 def in_parts_of_a_table_that_do_not_overlap():
@@ -168,7 +183,8 @@ def train(make, mesh, **options):
 @pytest.mark.parametrize(("make", "attribute"), [
     (read_by_a_list, "penalty"), (read_by_a_bound_method, "penalty"), (in_an_object, "context.total"),
     (in_a_global_object, "PENALTIES.total"), (in_a_class, "penalties"), (by_a_constructor, "all"), (by_hooks, "found"),
-    (read_by_the_loss, "penalty"), (in_a_part_of_a_table, "part")])
+    (read_by_the_loss, "penalty"), (in_a_part_of_a_table, "part"),
+    (in_a_buffer_over_a_part_of_a_table, "part"), (in_a_part_of_a_buffer, "part")])
 def test_what_another_stage_would_find_is_refused(make, attribute, options):
     with raises("shared-container-changes") as caught:
         train(make, Mesh(pipe=2), **options)
